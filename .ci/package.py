@@ -99,7 +99,7 @@ def use(wheel: Path, folder: Path) -> None:
         sys.exit(f"mpinit --version says {version!r}, the wheel is {wheel.name}")
     (away / "net.py").write_text(NET, encoding="utf-8")
     audited = run(python, "-m", "mpinit", "audit", "net:parts", cwd=away, PYTHONPATH=f"{away}{os.pathsep}{path}")
-    if "bytes a parameter" not in audited:
+    if "bytes per parameter" not in audited:
         sys.exit(f"mpinit audit says {audited!r}")
     typed = away / "typed.py"
     typed.write_text(TYPED, encoding="utf-8")

@@ -29,7 +29,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one way came to: loss and accuracy on the test set, weights that are what they were, bytes a parameter."""
+    """What one way came to: loss and accuracy on the test set, weights that are what they were, bytes per parameter."""
 
     way: str
     loss: float
@@ -77,5 +77,5 @@ def in_bfloat16(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def tuned_table(found: Sequence[Tuned]) -> tuple[tuple[str, ...], ...]:
     """Headings, and one row for each way."""
-    head = ("fine-tuned in", "test loss", "weights that never moved", "bytes a parameter")
+    head = ("fine-tuned in", "test loss", "weights that never moved", "bytes per parameter")
     return (head, *((t.way, f"{t.loss:.4f}", f"{100 * t.unmoved:.1f} %", f"{t.bytes_each:.0f}") for t in found))

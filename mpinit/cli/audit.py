@@ -16,8 +16,8 @@ from .output import show_json, show_table, show_text
 def describe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
-        "Show, without a step, where each number of a training lives, in which type, bytes a parameter now and at each "
-        "level, and the share of weights that the optimizer's steps are too small to move."
+        "Show, without a step: the dtype of weights, masters, gradients and optimizer state; bytes per parameter "
+        "now and at each level; and the share of weights that the optimizer's steps are too small to change."
     )
     parser.add_argument(
         "factory", metavar="SPEC", help="pkg.mod:factory, without arguments; returns a model, or model and optimizer"

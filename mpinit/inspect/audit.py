@@ -113,7 +113,7 @@ class Audit:
             [_label(level, kinds), *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
             for level, kinds in self.bytes_per_parameter.items()
         ]
-        return (head, cells), (["bytes a parameter", *KINDS, "together"], sizes)
+        return (head, cells), (["bytes per parameter", *KINDS, "together"], sizes)
 
     def __str__(self) -> str:
         parameters, sizes = self.tables()

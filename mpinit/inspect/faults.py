@@ -154,8 +154,8 @@ class Origins:
             faults |= self._of.get(place, frozenset())
         self._of[place] = faults
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forget what was in a new result's memory before."""
+    def clear(self, tensor: torch.Tensor) -> None:
+        """Drop the faults of earlier numbers in a new result's memory."""
         if self._of:
             self._of.pop(_place(tensor), None)
 

@@ -157,17 +157,17 @@ class OverflowWatch:
 
     @property
     def results_are_bad(self) -> bool:
-        """Whether a loss, or without a backward pass a result of the model, was inf or nan."""
+        """Return whether a loss was inf or nan, or a result of the model if there was no backward pass."""
         return self._harm.of_loss is not None or (not self.went_backward and self._harm.of_results is not None)
 
     @property
     def gradients_are_bad(self) -> bool:
-        """Whether the gradient of a parameter was inf or nan; of no parameters, anything in a backward pass."""
+        """Return whether a parameter's gradient was inf or nan, or without parameters any result in a backward pass."""
         return self._harm.of_gradients is not None
 
     @property
     def is_harmed(self) -> bool:
-        """Whether inf or nan reached a result, the loss or a gradient."""
+        """Return whether inf or nan reached a result, the loss or a gradient."""
         return self.results_are_bad or self.gradients_are_bad
 
     @property
@@ -242,7 +242,7 @@ class OverflowWatch:
         if name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
             result = run()
             for tensor in floating_tensors(result) if name.startswith(_NEW_MEMORY) else ():
-                self._origins.forget(tensor)
+                self._origins.clear(tensor)
             return result
         self._weigh_last()
         overwrites = operation._schema.is_mutable
@@ -256,7 +256,7 @@ class OverflowWatch:
                 self._record_bad(operation, tensor, before or _Inputs(args, kwargs), place)
                 continue
             if not overwrites:
-                self._origins.forget(tensor)
+                self._origins.clear(tensor)
             if place.phase == BACKWARD:
                 self.went_backward = True
             elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
@@ -293,11 +293,11 @@ class OverflowWatch:
         """Record a result with inf or nan: a new fault, or one of its arguments'."""
         earlier = self._origins.of(inputs.bad)
         overwrites, name = operation._schema.is_mutable, operation._schema.name.removeprefix("aten::")
-        # Of an inf nan may be made, as inf times 0: what made the inf is to blame. But -inf is meant for a softmax,
-        # and nan in a row of nothing else is its own.
+        # An operation may compute nan from inf, as inf times 0; the cause is the operation that computed the inf. An
+        # exception is softmax: it is called with -inf on purpose, so its nan of a row of -inf is a fault of its own.
         is_made_here = inputs.any_inf and bool(tensor.isnan().any()) and (not earlier or "softmax" in name)
-        came_in = inputs.any_nan or (inputs.any_inf and not is_made_here)
-        if came_in or inputs.infinite_number:
+        was_in_inputs = inputs.any_nan or (inputs.any_inf and not is_made_here)
+        if was_in_inputs or inputs.infinite_number:
             self._origins.set(tensor, earlier, overwrites)
         else:
             kind: str = place.phase
@@ -337,7 +337,7 @@ class _Harm:
 
     @property
     def of_gradients(self) -> frozenset[int] | None:
-        """Of parameters; where none has a gradient, of anything in the backward pass."""
+        """The faults that reached parameters' gradients, or if there are none, any result in the backward pass."""
         return self.of_parameters if self.sees_gradients else self.of_backward
 
 

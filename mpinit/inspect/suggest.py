@@ -1,4 +1,4 @@
-"""The doctor: trains copies in float32 and in 16 bit for a few steps, and finds what makes them agree."""
+"""``mpinit.suggest``: trains copies in float32 and in 16 bits, and finds a configuration that agrees."""
 
 import fnmatch
 import math
@@ -41,31 +41,35 @@ def suggest(
     tolerance: float = 0.2,
     **keywords: Any,
 ) -> Suggestion:
-    """Find out what a model needs to train in 16 bit as it does in float32.
+    """Find the configuration with which a model trains in 16 bits as it does in float32.
 
-    Copies are trained for 8 steps: in float32, then at each level, with its own loss scale coming down from the top. A
-    level agrees where steps are done, the loss falls as it does in float32, and no gradient is lost. Where it does not,
-    the first operation that left the range is searched, and runs in float32 with rounded inputs, and at the level with
-    modules or inputs kept in float32, find the cure. Modules of one kind, such as ``blocks.*.attn``, are kept
-    together. O5 is always tried before float32 is advised. Model, optimizer, gradients and random numbers are left as
-    they are, also after an exception; every run begins with the same random numbers.
+    It trains copies for 8 steps: in float32, and at each level with the level's own loss scale. A level agrees if its
+    steps are not skipped, the loss decreases as in float32, and no gradient is lost.
+
+    If a level does not agree, it searches the first operation that overflowed. Then it searches a cure: runs in float32
+    with rounded inputs, and runs at the level with modules or inputs kept in float32. Modules of one kind, such as
+    ``blocks.*.attn``, are kept together. O5 is always tried before float32 is advised.
+
+    Model, optimizer, gradients and random numbers do not change, also after an exception. Every run starts with the
+    same random numbers.
 
     Args:
-        model, optimizer: initialised or not; copied for every run, so there must be memory for two.
-        step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is
-            given, and returns it. It may go on as a training loop does (``scale_loss``, ``backward``,
-            ``optimizer.step``); what it has not called is called here.
-        levels: tried in this order; the first that works is suggested.
-        tolerance: largest relative error of the first loss, and of what training takes off the loss. Default 0.2.
-        **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
+        model, optimizer: a model and its optimizer, initialised or not. Each run needs the memory of a copy.
+        step: a function ``step(model, optimizer)`` that computes the loss of one batch with its arguments and returns
+            it. It must use the same batch each time. It may also call ``scale_loss``, ``backward`` and
+            ``optimizer.step``; calls that it does not make are made here.
+        levels: the levels to try, in this order; the first that agrees is suggested. Default ("O2", "O5").
+        tolerance: the largest relative error of the first loss, and of the decrease of the loss. Default 0.2.
+        **keywords: arguments of ``initialize`` for every level. Default: those that the model was initialised with, at
+            its own level.
 
     Returns:
         The suggestion, with ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
 
     Raises:
-        ValueError: no such level, a step that gives another batch each time or does not use its arguments, an optimizer
-            with parameters that are not the model's.
-        TypeError: the step returns no loss.
+        ValueError: there is no such level; ``step`` uses another batch each time or does not use its arguments; or the
+            optimizer has parameters that are not the model's.
+        TypeError: ``step`` does not return a loss.
 
     Example:
         >>> import torch, mpinit
@@ -90,7 +94,7 @@ def suggest(
 
 @dataclass(frozen=True)
 class _Cure:
-    """What is changed of a level."""
+    """Arguments that are added to a level."""
 
     keep_fp32: tuple[str, ...] = ()
     keep_inputs: tuple[str, ...] = ()
@@ -168,9 +172,9 @@ class _Doctor:
         session = registry.of(self.trials.optimizer)
         if self.keywords or session is None or session.opt_level != level:
             return dict(self.keywords)
-        row, given = OPT_LEVELS[level], session.properties
+        row, own = OPT_LEVELS[level], session.properties
         names = type(row).model_fields
-        return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(row, name)}
+        return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(row, name)}
 
     def _not_of_precision(self) -> str | None:
         """Return what is wrong in float32 already, where loss or gradients are inf or nan in it."""
@@ -208,7 +212,7 @@ class _Doctor:
         inputs = self._inputs_at_fault(lower)
         self._record_findings(level, trial, result, watch, sensitive, inputs)
         first = self.findings[0].detail if self.findings else "training stays behind"
-        failed = f"{level} does not do ({first})."
+        failed = f"{level} does not agree with float32 ({first})."
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
             cure = _Cure(loss_scale="dynamic")
             if self._run_at(level, keywords, cure)[1].agrees:
@@ -276,9 +280,9 @@ class _Doctor:
             # A loss near 0 is compared absolutely: training shows more of it.
             loss_error = abs(loss - expected.losses[0]) / max(abs(expected.losses[0]), 0.1)
         gradient_error = _gradient_error(trial.gradients, expected.gradients)
-        training_error, is_telling = _training_error(trial.losses, expected.losses)
+        training_error, is_clear = _training_error(trial.losses, expected.losses)
         gone = _gone(trial.gradients, expected.gradients)
-        keeps_up = training_error <= tolerance and gradient_error <= (_MOST_NOISE if is_telling else tolerance)
+        keeps_up = training_error <= tolerance and gradient_error <= (_MOST_NOISE if is_clear else tolerance)
         agrees = loss_error <= tolerance and keeps_up and not gone
         skipped = sum(trial.skips)
         kept = cure.keep_fp32, loss, loss_error, gradient_error, gone, agrees
@@ -330,7 +334,7 @@ class _Doctor:
         wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
         found = [] if wanted else list(sensitive)
         for name in wanted:
-            # What a module returns leaves it in 16 bits: where that is too large, what is around it is kept.
+            # A module's output is cast to 16 bits. If it overflows there, the module around it is kept as well.
             while name and seen.result_peaks.get(name, 0.0) > largest:
                 name = name.rpartition(".")[0]
             found.append(name)
@@ -338,16 +342,16 @@ class _Doctor:
         return list(dict.fromkeys(entry for name in tops for entry in _of_one_kind(self.trials.model, name)))
 
     def _most_sensitive(self, lower: torch.dtype | None, result: Run) -> list[str]:
-        """Return the modules whose rounding moves the loss most: as few as leave others half of what is tolerated."""
+        """Return the modules whose rounding changes the loss most, until all others change it by half the tolerance."""
         rows = {} if lower is None else self.seen.sensitivity[lower]
         error = max(result.loss_error, result.gradient_error, result.training_error, self.tolerance)
-        left = sum(rows.values())
-        tolerated = left * self.tolerance / (2 * (error if math.isfinite(error) else 1.0))
+        remaining = sum(rows.values())
+        tolerated = remaining * self.tolerance / (2 * (error if math.isfinite(error) else 1.0))
         found = []
         for name, moved in sorted(rows.items(), key=lambda item: -item[1]):
-            if left <= tolerated:
+            if remaining <= tolerated:
                 break
-            left -= moved
+            remaining -= moved
             if name:
                 found.append(name)
         return found

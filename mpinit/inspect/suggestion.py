@@ -12,15 +12,12 @@ class Finding:
     """A cause, and where it is.
 
     Attributes:
-        kind: "forward", "backward" (an operation left the range of the 16-bit type in that pass), "cast" (a cast in the
-            program did), "forced" (an operation that the program runs in 16 bit did, at every level), "buffer" (a
-            buffer that the 16-bit type cannot hold), "input" (an input that must not be rounded), "underflow"
-            (gradients that become 0), "precision" (too few digits), "float32" (inf or nan made in float32), "data",
-            "weights".
-        where: dotted name of the module, of the buffer or parameter where the kind is about one, or the input's name;
-            "" is the model itself, None what is outside of it.
-        detail: the operation and the numbers it was given, in words.
-        hint: the usual cure, in words; "" where there is none.
+        kind: one of the kinds on the page docs/how-to/diagnose.md: "forward", "backward", "cast", "forced", "buffer",
+            "input", "underflow", "precision", "float32", "data" or "weights".
+        where: the dotted name of the module, buffer or parameter, or the input's name. "" is the model itself; None:
+            outside of the model.
+        detail: the operation and its inputs, as text.
+        hint: the usual cure, as text; "" if there is none.
     """
 
     kind: str
@@ -38,18 +35,19 @@ class Run:
     """A few training steps at a level, beside the same steps in float32.
 
     Attributes:
-        level: what the copy was initialised at; "float32" is the reference.
+        level: the level of the copy; "float32" is the reference.
         keep_fp32: the modules kept in float32.
         keep_inputs: the inputs that were not cast.
-        loss: of the first step that was done; nan where none was.
-        loss_error: of that loss, relative to the reference.
-        gradient_error: of all gradients of that step together, relative to the reference; inf where one is inf or nan.
-        training_error: how far the losses of the next steps stay behind the reference's, relative to what training
-            takes off the reference's loss; below 0 where they are ahead.
-        skipped: steps that were skipped, those in which a dynamic scale comes down at the beginning included.
-        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
-            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
-        agrees: whether steps are done, training keeps up within the tolerance, and no gradient is lost.
+        loss: the loss of the first step that was not skipped; nan if all were.
+        loss_error: the error of this loss, relative to the reference.
+        gradient_error: the error of all gradients of this step together, relative to the reference; inf if one is inf
+            or nan.
+        training_error: the difference of the later losses from the reference's, relative to the decrease of the
+            reference's loss; below 0 if they are lower.
+        skipped: number of skipped steps, including those in which a dynamic scale decreases at the beginning.
+        underflowing: parameters most of whose gradient is 0, but not in the reference. Only in modules where this is
+            true of every parameter: a bias before a norm has rounding errors for a gradient.
+        agrees: whether steps are not skipped, the loss decreases within the tolerance, and no gradient is lost.
     """
 
     level: str
@@ -67,16 +65,16 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Suggestion:
-    """What :func:`mpinit.suggest` found.
+    """The result of :func:`mpinit.suggest`.
 
     Attributes:
-        level: the level to use; None where no level that was asked for agrees with float32.
-        keep_fp32: the modules with which it does, as names and patterns, beside what the model was initialised with.
-        keywords: everything to give to ``initialize`` beside the level.
-        reason: why, in words.
-        findings: what is wrong, the first cause in front; empty for a healthy model.
-        runs: every run, in order.
-        precision_is_at_fault: False where float32 itself gives inf or nan, so that no level helps.
+        level: the level to use; None if no level agrees with float32.
+        keep_fp32: the modules to keep in float32, as names and patterns, in addition to those of the model's session.
+        keywords: all arguments of ``initialize`` besides the level.
+        reason: the reason, as text.
+        findings: the causes, the first one first; empty for a healthy model.
+        runs: all runs, in order.
+        precision_is_at_fault: False if float32 itself computes inf or nan, so that no level helps.
     """
 
     level: str | None

@@ -27,7 +27,7 @@ from .gradient_state import Phase, agreed, loss_reached_none
 from .gradients import Gradients
 from .members import Members
 from .ranks import Ranks
-from .scope import Scope
+from .scope import MasterSwap
 from .skipping import Skips
 from .step import GradientChecks, OwnStep, WeakMethod, creates_state_only, weakly_bound
 
@@ -97,9 +97,9 @@ class ManagedOptimizer:
             self.shared.members.append(self.members)
 
     @functools.cached_property
-    def scope(self) -> Scope:
+    def scope(self) -> MasterSwap:
         """The float32 masters that are in its groups while its own code runs."""
-        return Scope(self.members, self.shared.states, self.shared.plan.properties.split_bucket_bytes)
+        return MasterSwap(self.members, self.shared.states, self.shared.plan.properties.split_bucket_bytes)
 
     @functools.cached_property
     def gradients(self) -> Gradients:

@@ -44,10 +44,10 @@ _INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
 _OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
 _NOT_TIED: Final = (
-    "there are {} other processes, and nothing says that they train one model with this one, or do not: it is in no "
-    "DistributedDataParallel, and not sharded. Where gradients are averaged by hand, an overflow on one rank would be "
-    "skipped there alone, and the scales would part: give mpinit.initialize process_group=torch.distributed.group."
-    "WORLD. Where every process trains a model of its own, give it a group of its own, process_group="
+    "there are {} other processes, and mpinit cannot know whether they train the same model: the model is in no "
+    "DistributedDataParallel, and is not sharded. If you average gradients by hand, pass process_group="
+    "torch.distributed.group.WORLD to mpinit.initialize; without it an overflow on one rank would be skipped there "
+    "alone, and the scales would differ. If every process trains a model of its own, pass process_group="
     "torch.distributed.new_subgroups(group_size=1)[0]"
 )
 _INSIDE_BACKWARD: Final = (

@@ -142,11 +142,11 @@ class Parts:
         return groups
 
 
-class Scope:
-    """The masters in one optimizer's groups: :meth:`open` puts them there, :meth:`closed` the weights for a closure.
+class MasterSwap:
+    """The swap of masters into one optimizer's groups: :meth:`open` swaps them in, :meth:`closed` out for a closure.
 
     Attributes:
-        is_open: whether the groups hold masters at the moment.
+        is_open: whether the groups contain masters now.
     """
 
     def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int) -> None:
@@ -271,7 +271,7 @@ class Scope:
         return [(parameter, state) for parameter in parameters for state in states_of(holders, parameter)]
 
     @contextmanager
-    def in_parts(self) -> Iterator[Iterator[None]]:
+    def by_part(self) -> Iterator[Iterator[None]]:
         """Open the scope for a step that is divided into parts: each iteration is one step of the optimizer.
 
         An iteration has only the gradients of its own part. An optimizer that does not update each parameter by itself

@@ -23,7 +23,7 @@ from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
 from .ranks import Ranks
-from .scope import Scope
+from .scope import MasterSwap
 
 STEP: Final = "optimizer.step()"
 # Gradients of which a write is looked for: clipping writes to all of them.
@@ -311,7 +311,7 @@ class OwnStep:
         scope: the float32 masters that it runs on.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Members, scope: Scope) -> None:
+    def __init__(self, optimizer: Optimizer, members: Members, scope: MasterSwap) -> None:
         self.inner: Callable[..., Any] = weakly_bound(optimizer.step, optimizer)
         self.scope = scope
         self._members = members
@@ -328,7 +328,7 @@ class OwnStep:
             with scope.open():
                 return self.call(*args, **kwargs)
         result = None
-        with scope.in_parts() as parts:
+        with scope.by_part() as parts:
             for _ in parts:
                 result = self.call(*args, **kwargs)
         return result

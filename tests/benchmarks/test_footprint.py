@@ -61,8 +61,8 @@ def test_bytes_held_after_backward_are_what_arithmetic_says(name: str, monkeypat
     assert tuple(map(float, done.stdout.split())) == BYTES[name]
 
 
-# Bytes a parameter: above the sum of what is held one or two gradients in the making, of a sixteenth each; and buckets,
-# which are of four bytes here, one of masters and gradients and one of states, with a tensor's temporaries.
+# Bytes per parameter. Above the sum are one or two gradients during the backward pass, of a sixteenth each; and buckets
+# of four bytes here, one of masters and gradients and one of states, with a tensor's temporaries.
 PEAKS = {"fp32": (16, 16.5), "o2_bf16": (18, 19), "o2_split": (14 + 4, 19), "o2_int8": (8 + 4 + 4, 18)}
 # The system counts pages of the whole process, and not at one moment: half a byte a parameter, in a model of this size.
 INEXACT = 2_000_000
@@ -123,7 +123,7 @@ def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: torch.
 
 BUCKET = 4 * 2**20
 SIDE = 256
-# 8 bytes a parameter, of a master and its gradient or of two states.
+# 8 bytes per parameter, of a master and its gradient or of two states.
 IN_A_BUCKET = BUCKET // (8 * SIDE**2)
 COUNT = 4 * IN_A_BUCKET
 # What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.

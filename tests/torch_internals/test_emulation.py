@@ -1,4 +1,7 @@
-"""The log line of the first step on a processor that emulates 16-bit arithmetic."""
+"""The log line of the first step on a processor that emulates 16-bit arithmetic.
+
+Below the public face: the processor is replaced by one that emulates 16 bits, or does not.
+"""
 
 import logging
 from typing import Any
