@@ -5,6 +5,7 @@
 #   make test       the test suite but for what takes long, on torch and a few small packages    make test ARGS="-k trees"
 #   make test-long  the rest of it: frameworks, which it installs, several processes, compilers, benchmarks
 #   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
+#   make test-oldest  a smaller part of it on the oldest torch that is supported, in .venv-oldest
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
 #   make package    build, check and try the wheel and the source archive, in runs/package/
@@ -13,7 +14,7 @@
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
 #   make bench-loops  loops with clipping, schedulers, averages, over the same by hand
-#   make clean      remove .venv, .venv-newest and what runs have left
+#   make clean      remove .venv, .venv-newest, .venv-oldest and what runs have left
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,6 +26,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 TORCH_INDEX ?=
 NEWEST_TORCH ?= torch==2.15.0
+OLDEST_TORCH ?= torch==2.11.0
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -40,9 +42,10 @@ DIST ?= -n $(WORKERS) --dist loadfile
 # What leans on torch's inside; no compilers, frameworks, pages and benchmarks.
 NEWEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler model checkpoint session torch_internals functions \
 	distributed/test_fsdp.py distributed/test_ddp.py distributed/test_agreement.py)
+OLDEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler checkpoint session)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-newest nightly docs package lines lint typecheck examples check clean
+.PHONY: help demo test test-long test-newest test-oldest nightly docs package lines lint typecheck examples check clean
 
 help:
 	@sed -n '/^#  /s/^# *//p' Makefile
@@ -70,9 +73,11 @@ $(VENV)/.dev: $(VENV)/.torchvision pyproject.toml
 	$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[dev]"
 	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.bench
 
-$(VENV)-newest/.test: pyproject.toml
-	@test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check "$(NEWEST_TORCH)" --editable ".[test]"
+$(VENV)-newest/.test: OTHER_TORCH := $(NEWEST_TORCH)
+$(VENV)-oldest/.test: OTHER_TORCH := $(OLDEST_TORCH)
+$(VENV)-newest/.test $(VENV)-oldest/.test: $(VENV)-%/.test: pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check "$(OTHER_TORCH)" --editable ".[test]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
@@ -92,6 +97,9 @@ test-long: $(VENV)/.dev
 test-newest: $(VENV)-newest/.test
 	$(RUN_TESTS) $(VENV)-newest/bin/python -m pytest $(DIST) -m "not long" $(NEWEST_TESTS) \
 		--ignore tests/model/test_models_of_libraries.py $(ARGS)
+
+test-oldest: $(VENV)-oldest/.test
+	$(RUN_TESTS) $(VENV)-oldest/bin/python -m pytest $(DIST) -m "not long" $(OLDEST_TESTS) $(ARGS)
 
 nightly: $(VENV)/.dev
 	$(RUN_TESTS) $(PY) -m pytest -n $(WORKERS) -m nightly $(ARGS)
@@ -124,6 +132,6 @@ check:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 -include benchmarks/bench.mk
