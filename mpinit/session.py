@@ -31,7 +31,9 @@ from .model import casting, forward, selection, state_dict
 from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
 from .model.input_values import InputWarnings
+from .model.kept_state import KeptState
 from .model.shared_memory import check_memory
+from .model.written_state import Place, WrittenState, find_places
 from .optimizer.managed import Shared
 from .optimizer.members import Members
 from .optimizer.optimizers import Initialized, ManagedOptimizers, StepGuard, parameters_of, trained_by
@@ -88,7 +90,9 @@ class Session:
         self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
         members: list[Members] = []
         self.ranks = Ranks(self.forward_guard, self.scalers, members, settings.process_group)
-        shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), members)
+        shared = Shared(
+            plan, self.values, self.ranks, _encoded_states(plan), members, KeptState(self.models, self.values)
+        )
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
         self.managed = ManagedOptimizers(initialized, shared, settings.await_optimizers)
         self.losses = Losses(self.managed, self.scalers)
@@ -124,7 +128,7 @@ class Session:
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()
-        self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
+        self.forwards, kept = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             known = weakref.ref(self)
             encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
@@ -143,6 +147,10 @@ class Session:
         # Late, because without masters no undo restores the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
+        if selected.has_16_bit and plan.cast_model and (places := _places_of_state(index, selected, plan)):
+            state = self.managed.shared.kept
+            push(state.end)
+            state.begin(WrittenState(places), self.forwards, kept, self.forward_guard, self.verbosity >= 1)
         self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         casts = self.values.casts if selected.changes else None
         self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
@@ -332,6 +340,14 @@ class Session:
         """Return the properties to report: the levels' five, and the dtype of optimizer states if it was chosen."""
         chosen = [] if self.properties.optimizer_state == "float32" else ["optimizer_state"]
         return {name: getattr(self.properties, name) for name in (*_REPORTED, *chosen)}
+
+
+def _places_of_state(index: ModelIndex, selected: selection.Selection, plan: Plan) -> list[Place]:
+    """Find the buffers and frozen parameters in 16 bits, to which forwards may write; most models have none."""
+    # A list: a generator is entered for each of thousands of parameters.
+    if not index.buffers and all([parameter.requires_grad for _, parameter in index.parameters]):  # noqa: C419
+        return []
+    return find_places(index.named_modules, selected.float32_modules, plan.masters is MasterWeightsMode.IN_MODEL)
 
 
 def _encoded_states(plan: Plan) -> EncodedStates | None:

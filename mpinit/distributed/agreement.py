@@ -77,6 +77,17 @@ def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
     return agreed
 
 
+def union(names: Iterable[str], groups: Iterable[Group]) -> list[str]:
+    """Return the names that any rank of the groups passes, sorted."""
+    distributed: Any = torch.distributed
+    found = set(names)
+    for group in groups:
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(gathered, sorted(found), group=group)
+        found.update(*gathered)
+    return sorted(found)
+
+
 def ranks_agree(words: str, group: Group) -> bool:
     """Return whether every rank of a group passes the same ``words`` within a timeout.
 

@@ -26,6 +26,7 @@ from ..torch_internals.running import current_pass, is_eager, is_tracing_symboli
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
 from .input_values import InputWarnings
+from .written_state import WrittenState, warn_of_writes
 
 
 class _CurrentForward(threading.local):
@@ -59,12 +60,14 @@ class ForwardGuard:
         models, masters: those of the session.
         lower_dtype: the 16-bit dtype that the models compute in, to be logged where it is emulated; None: no log line.
         has_float32_values: whether there are float32 values that users may write to.
+        written: the state that forwards are watched for writing to; None where there is none.
         inputs: the warnings of inputs that are spoilt by casts; None where inputs are not cast to 16 bits.
     """
 
     lower_dtype: torch.dtype | None = None
     has_float32_values = True
     inputs: InputWarnings | None = None
+    written: WrittenState | None = None
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
         self.models = models
@@ -96,6 +99,20 @@ class ForwardGuard:
                 self._values.apply_writes()
                 if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
                     self.masters.widen_unused_gradients()
+
+    def watches(self, module: nn.Module) -> bool:
+        """Return whether a forward of the module is watched for what it writes to: one that trains, at some steps."""
+        written = self.written
+        if written is None or not is_eager():
+            return False
+        written.ran_eagerly = True
+        if not (written.is_watching and module.training):
+            return False
+        if not self._optimizers and written.watched > 1:
+            self.written = None
+            warn_of_writes(sorted(written.written))  # without a step that could keep it
+            return False
+        return not self._values.masters.are_in_model
 
     def reads_inputs(self) -> bool:
         """Count a forward, and return whether its inputs are to be read: reading numbers waits for their device."""
@@ -157,7 +174,7 @@ class Boundary:
         self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
         self.guard: ForwardGuard | None = None
-        self.targets: Mapping[int, torch.dtype] = {}
+        self.targets: dict[int, torch.dtype] = {}
         self.is_live = True
 
     def retire(self) -> None:

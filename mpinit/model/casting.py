@@ -134,6 +134,20 @@ class TensorCasts:
             kept = torch.float32 if is_lower_precision(original) and tensor.requires_grad else original
             self._keep(tensor, values.to(kept), tensor.detach())
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a buffer or a frozen parameter in float32, from now on without a cast, and record that.
+
+        A buffer to which nothing was written since its cast is the tensor that it was.
+        """
+        values = self.original_values(tensor)
+        wide = (tensor if values is None else values).detach().to(torch.float32)
+        if tensor in self._buffers:
+            entry = self._buffers.pop(tensor)
+            entry.cast = wide
+            self._buffers[wide] = entry
+        self._originals.pop(tensor, None)
+        return wide
+
     def undo(self) -> None:
         """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""
         for parameter in reversed(list(self._original_dtypes)):

@@ -180,6 +180,14 @@ class Float32Values:
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a buffer or a frozen parameter in float32, where it is from now on; entries of before are stale."""
+        wide = self.casts.keep(tensor)
+        for entry in self._entries:
+            if entry.tensor is tensor:
+                entry.tensor, entry.clock = wide, (-1,)
+        return wide
+
     def entries_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Record that a state dict is about to be loaded: what was written to its entries counts by that."""
         loaded = {id(value) for value in state_dict.values()} if self._entries else set()

@@ -115,7 +115,10 @@ class PatchedForward(OfModule):
                 method = f"{type(self.module).__name__}.{self.name}"
                 guard.inputs.check(named, boundary.keep_inputs, boundary.inner_dtype, method)
         try:
-            return self._with_weights(is_inside, args, kwargs, output_dtype)
+            if guard is None or guard.written is None or not guard.watches(self.module):
+                return self._with_weights(is_inside, args, kwargs, output_dtype)
+            with guard.written.watch():
+                return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:
             reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
             if reason is None:
@@ -291,11 +294,11 @@ def patch_forwards(
     owner: object,
     guard: ForwardGuard | None,
     undos: UndoStack,
-) -> Boundary:
+) -> tuple[Boundary, Boundary]:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
 
     Returns:
-        The boundary of the modules that are cast.
+        The boundary of the modules that are cast, and that of those that stay float32.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
@@ -351,7 +354,7 @@ def patch_forwards(
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
         undos.push(model.register_forward_pre_hook(_RefuseShallowCopies(model), prepend=True).remove)
-    return cast
+    return cast, kept
 
 
 class _RefuseShallowCopies(OfModule):

@@ -107,7 +107,7 @@ class _ActiveCasts:
 
     def _remember(self) -> None:
         stop_batch(self._data_use)
-        self._data_use = record_batch(self.casts)
+        self._data_use = record_batch(self.casts, keeps_views=bool(_records))
         self._versions = _versions(self.casts), _versions(self.parameters)
 
     def write_back(self) -> None:
@@ -116,6 +116,10 @@ class _ActiveCasts:
         now, touched = _versions(self.casts), self._data_use.touched
         if now == before and not touched:
             return
+        written = self._data_use.written()
+        for record in _records:
+            casts = enumerate(zip(self.parameters, self.casts, strict=True))
+            record |= {p for i, (p, cast) in casts if now[i] != before[i] or id(cast) in written}
         now_outside = _versions(self.parameters)
         for index, (parameter, cast) in enumerate(zip(self.parameters, self.casts, strict=True)):
             was_written = now[index] != before[index] or id(cast) in touched
@@ -148,6 +152,19 @@ _lock: Final = threading.RLock()
 # The casts of running forwards, in all threads.
 ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
+# Parameters whose casts were written to, for those who watch a forward.
+_records: Final[list[set[torch.Tensor]]] = []
+
+
+@contextmanager
+def record_writes() -> Iterator[set[torch.Tensor]]:
+    """Collect inside the block the parameters whose casts forwards write to, numbers that do not change included."""
+    record: set[torch.Tensor] = set()
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records[:] = [each for each in _records if each is not record]
 
 
 class ForwardWeights(OfModule):
@@ -160,6 +177,11 @@ class ForwardWeights(OfModule):
         self.dtype = dtype
         self._kept = kept
         self._layout: _Layout | None = None
+
+    def exclude(self, modules: Iterable[nn.Module]) -> None:
+        """Cast no parameters of these modules from now on, which compute in float32."""
+        self._kept = {*self._kept, *modules}
+        self._layout = None
 
     def are_in(self) -> bool:
         """Return whether a forward of this thread has replaced the module's parameters by casts."""

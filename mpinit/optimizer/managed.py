@@ -17,6 +17,7 @@ from ..basics.patching import UndoStack
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import ACTIVE_CASTS, renew_casts
+from ..model.kept_state import KeptState
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
@@ -40,6 +41,7 @@ class Shared:
 
     Attributes:
         members: those of each optimizer, from :meth:`ManagedOptimizer.list_members` on.
+        kept: the modules that stay float32 for state that their forwards write to.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class Shared:
     ranks: Ranks
     states: EncodedStates | None
     members: list[Members]
+    kept: KeptState
 
 
 class Decision(enum.Enum):
@@ -154,6 +157,9 @@ class ManagedOptimizer:
     def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step, or skip the step: the optimizer's ``step``."""
         decision = self.decide(closure)
+        kept = self.shared.kept
+        if kept.written is not None and decision not in (Decision.OWN, Decision.STATE_ONLY):
+            kept.before_step(self.shared.ranks.united)
         if decision is Decision.SKIP:
             return self._skip()
         if decision is Decision.STATE_ONLY:

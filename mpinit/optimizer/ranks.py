@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.patching import Undo, UndoStack, for_each
-from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, ranks_agree
+from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, ranks_agree, union
 from ..distributed.replicas import (
     WRAPPERS,
     Event,
@@ -278,14 +278,6 @@ class Ranks:
         if has_other_processes() and not self._groups_to_agree_over() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
 
-    def _check_averages_masters(self) -> None:
-        if any(members.masters for members in self._members):
-            raise RuntimeError(
-                "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
-                "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
-                "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
-            )
-
     def _check_same_scales(self) -> None:
         if not self._with(WrapperStatus.AGREED, WrapperStatus.PENDING):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
@@ -302,6 +294,14 @@ class Ranks:
             if members.generation == 0:
                 members.sync_groups()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
+
+    def united(self, names: Sequence[str]) -> list[str]:
+        """Return the names that any rank of those that train the same model passes; all of them call it at one step."""
+        if not is_distributed():
+            return list(names)
+        wrappers = [each.process_group for each in self._with(WrapperStatus.AGREED) if not is_joining(each)]
+        groups = groups_of(meshes_of(self.guard.parameters()), self._process_group, *wrappers)
+        return union(names, groups)
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
@@ -382,7 +382,7 @@ class Ranks:
             averagers = [each if hasattr(each, "process_group") else None for each in averagers]
             found += [each.process_group for each in averagers if each is not None]
             if local and None in averagers:
-                self._check_averages_masters()
+                _check_averages_masters(self._members)
             found.sort(key=lambda group: str(group.group_name))
             self._groups = key, groups_of(meshes_of(stepped), self._process_group, *found)
         return self._groups[1]
@@ -398,6 +398,16 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _check_averages_masters(optimizers: Sequence[Members]) -> None:
+    """Refuse a hook of DistributedDataParallel after which models are averaged without their masters."""
+    if any(members.masters for members in optimizers):
+        raise RuntimeError(
+            "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
+            "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
+            "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
+        )
 
 
 def _check_passes(parted: Sequence[bool]) -> None:

@@ -33,12 +33,18 @@ class DataUse:
             touched; None before.
         moves: parameters -> how often :meth:`keep` found numbers that differ from the copy. Only on devices that are
             read without a device sync.
+        views: the tensors that reads of ``data`` returned, with the id of their parameter; None where not recorded.
     """
 
     touched: set[int] = field(default_factory=set)
     replaced: set[int] = field(default_factory=set)
     kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
     moves: dict[int, int] = field(default_factory=dict)
+    views: list[tuple[int, torch.Tensor]] | None = None
+
+    def written(self) -> set[int]:
+        """Return the parameters that were written through their ``data``, where ``views`` are recorded."""
+        return self.replaced | {key for key, view in self.views or () if view._version > 0}
 
     def discard(self, parameter: torch.Tensor) -> None:
         """Drop the records of a parameter."""
@@ -139,9 +145,14 @@ def stop_recording_all(use: DataUse) -> None:
     _unpatch()
 
 
-def record_batch(parameters: Sequence[torch.Tensor]) -> DataUse:
-    """Record the use of several parameters' ``data`` until :func:`stop_batch`."""
-    use = DataUse()
+def record_batch(parameters: Sequence[torch.Tensor], keeps_views: bool = False) -> DataUse:
+    """Record the use of several parameters' ``data`` until :func:`stop_batch`.
+
+    Args:
+        parameters: the parameters.
+        keeps_views: whether :meth:`DataUse.written` is going to be asked. Default False.
+    """
+    use = DataUse(views=[] if keeps_views else None)
     if parameters:
         _patch()
         _batches[id(use)] = parameters, use
@@ -164,23 +175,27 @@ def _unpatch() -> None:
         del nn.Parameter.data
 
 
-def _record(parameter: torch.Tensor) -> None:
-    key = id(parameter)
-    if key in _recorded_in:
-        _recorded_in[key].touch(parameter)
-    for parameters, use in list(_batches.values()):
-        if any(each is parameter for each in parameters):
-            use.touch(parameter)
+def _record(parameter: torch.Tensor) -> list[DataUse]:
+    """Record that a parameter's ``data`` is used; return the records that it is in."""
+    uses = [use for parameters, use in list(_batches.values()) if any(each is parameter for each in parameters)]
+    if id(parameter) in _recorded_in:
+        uses.append(_recorded_in[id(parameter)])
+    for use in uses:
+        use.touch(parameter)
+    return uses
 
 
 def _get(parameter: torch.Tensor) -> torch.Tensor:
-    _record(parameter)
+    uses = _record(parameter)
     values: torch.Tensor = TENSOR_DATA.__get__(parameter)
+    for use in uses:
+        if use.views is not None:
+            use.views.append((id(parameter), values))
     return values
 
 
 def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    _record(parameter)
+    uses = _record(parameter)
     TENSOR_DATA.__set__(parameter, values)
-    if id(parameter) in _recorded_in:
-        _recorded_in[id(parameter)].replaced.add(id(parameter))
+    for use in uses:
+        use.replaced.add(id(parameter))

@@ -1,0 +1,191 @@
+"""State that forwards write to, in float32: its module computes in float32 from the step on at which that is seen.
+
+Inputs of such a module are cast to float32 and its outputs back, as for modules that ``keep_fp32`` names. Trained
+weights in it stay 16-bit, with their masters, and are cast while its forward runs. A module with much else in it is not
+kept: the tensor is warned of by name, once a write to it has changed it little.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+
+from ..basics.dtypes import is_lower_precision
+from ..basics.logs import log
+from ..basics.modules import modules_of, own_tensors
+from ..distributed.sharding import is_sharded, set_data
+from .boundary import Boundary, ForwardGuard
+from .float32_values import Float32Values
+from .forward import patched_forward
+from .forward_weights import ForwardWeights
+from .written_state import Place, WrittenState, is_watched, warn_of_writes
+
+# A module is kept where it holds at most one of this many numbers that are trained.
+_SHARE: Final = 16
+
+
+@dataclass(eq=False)
+class KeptState:
+    """The state of a session's models that forwards write to, and the modules that are kept in float32 for it.
+
+    Attributes:
+        models: the models.
+        values: the float32 values of their tensors.
+        written: the state that was seen to be written to; None once no forward is watched any more.
+        names: the names of modules that are kept since.
+    """
+
+    models: Sequence[nn.Module]
+    values: Float32Values
+    written: WrittenState | None = None
+    names: list[str] = field(default_factory=list)
+    _step: int = 0
+    _warned: set[str] = field(default_factory=set)
+    _boundaries: tuple[Boundary, Boundary] | None = None
+    _guard: ForwardGuard | None = None
+    _log: Callable[[str], None] | None = None
+
+    def begin(
+        self, written: WrittenState, cast: Boundary, kept: Boundary, guard: ForwardGuard, is_logged: bool
+    ) -> None:
+        """Watch the models' forwards from now on.
+
+        Args:
+            written: the state to watch.
+            cast, kept: the boundaries of modules that are cast, and of those that stay float32.
+            guard: asked before every forward of the models.
+            is_logged: whether the names of modules that are kept are logged.
+        """
+        self.written = guard.written = written
+        self._boundaries, self._guard = (cast, kept), guard
+        self._log = log.info if is_logged else None
+
+    def end(self) -> None:
+        """Watch no forward any more."""
+        self.written = None
+        if self._guard is not None:
+            self._guard.written = None
+
+    def before_step(self, united: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        """Count a step, and keep in float32 what the forwards before it were seen to write to.
+
+        That is done at the first step, and at the last of several whose forwards are watched.
+
+        Args:
+            united: returns the names that any rank of those that train one model passes.
+        """
+        written = self.written
+        if written is None:
+            return
+        self._step += 1
+        goes_on, was_watched = is_watched(self._step + 1), is_watched(self._step)
+        if goes_on or was_watched:
+            written.end_of_iteration()
+        if was_watched and (not goes_on or self._step == 1):
+            names = set(united(sorted(written.written - self._warned)))
+            self._keep([place for place in written.places if place.name in names], written)
+        written.is_watching = goes_on
+        if self._step > 1 << 13:
+            self.end()
+
+    @torch.no_grad()
+    def _keep(self, places: Sequence[Place], written: WrittenState) -> None:
+        if not places or self._boundaries is None:
+            return
+        tree = _Tree(self.models, self._boundaries[0])
+        owners = {place.module for place in places}
+        tops = tree.topmost([module for module in owners if tree.can_be_kept(module)])
+        inside = {part for top in tops for part in modules_of(top)}
+        for top in tops:
+            self._keep_module(top, *self._boundaries)
+        if tops:
+            for part in tree.names:
+                for forward in filter(None, map(patched_forward, vars(part).values())):
+                    if forward.weights is not None and forward.weights.dtype is not torch.float32:
+                        forward.weights.exclude(inside)
+            names = [tree.names[top] for top in tops]
+            self.names += names
+            written.places[:] = [place for place in written.places if place.module not in inside]
+            if self._log is not None:
+                self._log(
+                    f"{', '.join(names)}: in float32 from this step on, because forward writes to "
+                    f"{', '.join(sorted(place.name for place in places if place.module in inside))}. Give "
+                    f"keep_fp32={names} to have it so from the first step on"
+                )
+        unkept = [place.name for place in places if place.module not in inside and place.name in written.losing]
+        warn_of_writes(unkept)
+        self._warned.update(unkept)
+
+    def _keep_module(self, top: nn.Module, cast: Boundary, kept: Boundary) -> None:
+        parts = modules_of(top)
+        wide: dict[torch.Tensor, torch.Tensor] = {}
+        for part in parts:
+            for _, tensor in own_tensors(part):
+                if is_lower_precision(tensor.dtype) and not tensor.requires_grad and tensor not in wide:
+                    wide[tensor] = self.values.keep(tensor)
+        for tensor, values in wide.items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = None
+                set_data(tensor, values)
+        for part in parts:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer in wide:
+                    part._buffers[name] = wide[buffer]
+        for part in parts:
+            for forward in filter(None, map(patched_forward, vars(part).values())):
+                if forward.boundary is cast:
+                    forward.boundary = kept
+                    narrow = any(is_lower_precision(parameter.dtype) for parameter in part.parameters())
+                    forward.weights = ForwardWeights(part, torch.float32, ()) if narrow else None
+        for tensor in wide:
+            kept.targets[id(tensor)] = torch.float32
+
+
+class _Tree:
+    """The modules of models, their parents, and the places of their tensors."""
+
+    def __init__(self, models: Sequence[nn.Module], cast: Boundary) -> None:
+        self.names: dict[nn.Module, str] = {}
+        self._parents: dict[nn.Module, list[nn.Module]] = {}
+        self._owners: dict[torch.Tensor, list[nn.Module]] = {}
+        for model in models:
+            for name, module in model.named_modules():
+                self.names.setdefault(module, name)
+        for module in self.names:
+            for child in module.children():
+                self._parents.setdefault(child, []).append(module)
+            for _, tensor in own_tensors(module):
+                self._owners.setdefault(tensor, []).append(module)
+        self._models = set(models)
+        self._cast = cast
+        self._trained = sum(tensor.numel() for tensor in self._owners if tensor.requires_grad)
+
+    def can_be_kept(self, module: nn.Module) -> bool:
+        """Return whether a module can compute in float32: it is called by its forward, and holds little else."""
+        forward = patched_forward(vars(module).get("forward"))
+        if module in self._models or forward is None or forward.boundary is not self._cast:
+            return False
+        parts = set(modules_of(module))
+        tensors = {tensor for part in parts for _, tensor in own_tensors(part)}
+        if any(owner not in parts for tensor in tensors for owner in self._owners[tensor]):
+            return False
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        return not any(map(is_sharded, tensors)) and _SHARE * sum(t.numel() for t in trained) <= self._trained
+
+    def topmost(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Replace modules by the ones above them that hold nothing else, so that casts are between those only."""
+        found = dict.fromkeys(modules)
+        for module in list(found):
+            top, above = module, self._parents.get(module, [])
+            while len(above) == 1 and self._has_nothing_beside(above[0], found) and self.can_be_kept(above[0]):
+                top = above[0]
+                above = self._parents.get(top, [])
+            found[top] = None
+        return [module for module in found if not any(module in modules_of(other)[1:] for other in found)]
+
+    def _has_nothing_beside(self, module: nn.Module, kept: Iterable[nn.Module]) -> bool:
+        known = {part for each in kept for part in modules_of(each)}
+        parts = modules_of(module)
+        return all(part in known or not any(t.is_floating_point() for _, t in own_tensors(part)) for part in parts)
