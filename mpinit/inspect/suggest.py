@@ -1,6 +1,7 @@
 """``mpinit.suggest``: trains copies in float32 and in 16 bits, and finds a configuration that agrees."""
 
 import fnmatch
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def suggest(
     Raises:
         ValueError: there is no such level; ``step`` uses another batch each time or does not use its arguments; or the
             optimizer has parameters that are not the model's.
-        TypeError: ``step`` does not return a loss.
+        TypeError: ``step`` does not return a loss, or cannot be called with a model and an optimizer.
 
     Example:
         >>> import torch, mpinit
@@ -87,9 +88,27 @@ def suggest(
         raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
     for level in levels:
         resolve(level, keywords)
+    _check_step(step, model, optimizer)
     with same_random_numbers() as again:
         trials = Trials(model, optimizer, step, again)
         return _Doctor(trials, tolerance, keywords).examine(levels)
+
+
+def _check_step(step: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse a step that cannot be called with a model and an optimizer."""
+    try:
+        signature = inspect.signature(step)
+    except ValueError:
+        return  # of a builtin, which has none
+    except TypeError:
+        raise TypeError(f"step must be a function of a model and an optimizer, not {type(step).__name__}") from None
+    try:
+        signature.bind(model, optimizer)
+    except TypeError as error:
+        raise TypeError(
+            f"step is called as step(model, optimizer), on copies of both: {error}. Write it with these two parameters "
+            "instead of your own objects, and let it return the loss"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -318,3 +318,19 @@ def test_trials_leave_no_word_behind(caplog: pytest.LogCaptureFixture) -> None:
     model = faulty(3000.0)
     mpinit.suggest(model, adam(model), lambda m, o: step(m, o) * 1e6)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda: None, r"step is called as step\(model, optimizer\), on copies of both: too many positional"),
+        (lambda model, optimizer, batch: None, r"step is called as step\(model, optimizer\).*missing .*'batch'"),
+        (3, "step must be a function of a model and an optimizer, not int"),
+    ],
+)
+def test_a_step_with_other_parameters_is_answered_with_the_call(step: Any, said: str) -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    with pytest.raises(TypeError, match=said):
+        mpinit.suggest(model, torch.optim.SGD(model.parameters(), lr=0.1), step)
+    assert torch.equal(model.weight, before)
