@@ -54,6 +54,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     end = len(words)
     if words[:1] == ["run"]:
         end = next((index for index, word in enumerate(words) if index and not word.startswith("-")), end) + 1
+    elif words[:1] == ["audit"]:
+        end = next((index for index, word in enumerate(words) if word.endswith(".py")), end) + 1
     return words[:end], words[end:]
 
 

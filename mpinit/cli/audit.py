@@ -11,6 +11,7 @@ from ..basics.dtypes import parse_dtype
 from ..inspect.audit import audit
 from .explain import load, make
 from .output import show_json, show_table, show_text
+from .script import is_script, pair_of_script
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "now and at each level; and the share of weights that the optimizer's steps are too small to change."
     )
     parser.add_argument(
-        "factory", metavar="SPEC", help="pkg.mod:factory, without arguments; returns a model, or model and optimizer"
+        "factory",
+        metavar="SPEC",
+        help="pkg.mod:factory, without arguments; returns a model, or model and optimizer. Or SCRIPT.py ARGUMENT ..., "
+        "which runs until its optimizer's first step; options of this command come before it",
     )
     parser.add_argument("--optimizer", metavar="NAME", help="where SPEC returns none, such as adamw or pkg.mod:Name")
     parser.add_argument("--lr", type=float, metavar="RATE", help="its learning rate. Default its own")
@@ -29,7 +33,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit the model and show the report."""
-    model, optimizer = make(arguments.factory)
+    if is_script(arguments.factory):
+        model, optimizer = _pair_of_script(arguments)
+    else:
+        model, optimizer = make(arguments.factory)
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
     if arguments.optimizer is not None:
@@ -43,6 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     show_table("What it takes in training", *sizes, numbers=range(1, 6))
     show_text(report.advice)
     return 0
+
+
+def _pair_of_script(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
+    if options:
+        raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; leave it out")
+    return pair_of_script(arguments.factory, arguments.rest)
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
