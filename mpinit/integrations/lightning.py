@@ -98,7 +98,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
             registry.shared_session([session.optimizers[0] for session in sessions])
         with contextlib.ExitStack() as stack:
             for session in sessions:
-                tensor = stack.enter_context(amp.scale_loss(tensor, session.optimizers))
+                tensor = stack.enter_context(amp.scale_loss(tensor, list(session.optimizers)))
             super().backward(tensor, model, *args, **kwargs) if self._has_trainer else tensor.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
