@@ -104,8 +104,8 @@ Use `register_half_function(module, name)`, `register_float_function` or `regist
 - Weights that are passed to a half function are cast at each call.
 - Code that ran `from module import name` before the registration calls the function without casts. The registration
   warns if it finds such a name.
-- The same applies to torch's own functions: `from torch import exp` before `initialize` has no casts. If a module of
-  yours has such a name, it is logged.
+- The same applies to torch's own functions: code that ran `from torch import exp` before `initialize` calls `exp`
+  without casts. If a module of yours has such a name, `initialize` logs it.
 """
 
 

@@ -243,17 +243,17 @@ class TrainState:
         sent = [_states_of(optim, list(frozen))]
         if options.broadcast_from_rank0 and is_distributed():
             torch.distributed.broadcast_object_list(sent, src=0)
-        left_out = []
-        for name, given in sent[0].items():
+        not_loaded = []
+        for name, state in sent[0].items():
             weight = frozen[name]
-            tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             if any(value.shape == weight.shape and is_sharded(value) != is_sharded(weight) for value in tensors):
-                left_out.append(name)
+                not_loaded.append(name)
             else:
-                optimizer.state[weight] = {key: _copied(value, weight) for key, value in given.items()}
-        if left_out:
+                optimizer.state[weight] = {key: _copied(value, weight) for key, value in state.items()}
+        if not_loaded:
             warn_user(
-                f"the optimizer's state of {', '.join(map(repr, left_out[:5]))} was not loaded: these weights are "
+                f"the optimizer's state of {', '.join(map(repr, not_loaded[:5]))} was not loaded: these weights are "
                 "frozen and sharded, and it is not sharded. Load the state before the weights are frozen"
             )
 

@@ -56,7 +56,7 @@ class Installation:
         self._installed: _Needs | None = None
         self._undos = UndoStack()
         self._originals: dict[tuple[int, str], Any] = {}
-        # By the id of an original: its wrapper.
+        # The id of an original -> its wrapper.
         self._wrappers: dict[int, Any] = {}
 
     def wrapper_of(self, function: Any) -> Any:

@@ -52,7 +52,7 @@ def float32_copy(model: nn.Module) -> nn.Module:
 
 
 def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
-    """Copy an optimizer over copies of its parameters, without the patches of ``initialize``."""
+    """Copy an optimizer for copies of its parameters, without the patches of ``initialize``, in float32."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):

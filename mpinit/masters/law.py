@@ -2,8 +2,8 @@
 
     meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
 
-A pure function of two tensors. An element that was written to a weight since its master was rounded into it counts;
-an element that was not written, or that was written with the value it had, keeps its low bits.
+The law is a pure function of two tensors. If an element of the weight was changed after its master was rounded into it,
+the master becomes that number. An element that was not changed keeps the master's lower bits.
 """
 
 import torch
@@ -17,7 +17,7 @@ def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None
 
 
 def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compare element by element whether a 16-bit weight is the rounding of ``values``: a bool tensor of its shape."""
+    """Return, as a bool tensor, which elements of a 16-bit weight are ``values`` rounded."""
     rounded = values.to(weight.dtype)
     same = (rounded == weight) | (rounded.isnan() & weight.isnan())
     if weight.dtype == torch.float16:
@@ -26,13 +26,13 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def meaning(weight: torch.Tensor, values: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the float32 numbers that a 16-bit weight and its master's ``values`` stand for.
+    """Compute the new float32 values of a master by the law.
 
     Args:
         weight: the 16-bit weight.
-        values: its master's numbers, float32, of the weight's shape.
-        earlier: what the master held before ``values`` were made from a written weight. Elements that were put back
-            since get their low bits from here. Default none.
+        values: the master's present values, float32, of the weight's shape.
+        earlier: the master's values before the last write to the weight. Elements that were restored since then get
+            their lower bits from here. Default None.
 
     Returns:
         A new float32 tensor.
@@ -44,9 +44,15 @@ def meaning(weight: torch.Tensor, values: torch.Tensor, earlier: torch.Tensor | 
 
 
 def restore_unchanged(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Apply the law to a kept original: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
+    """Return ``original``, with the elements of ``present`` that differ from the original's cast.
 
-    ``original`` itself where nothing was changed.
+    Args:
+        original: the values before a cast.
+        narrow: the result of the cast.
+        present: the present values, in the dtype of the cast.
+
+    Returns:
+        ``original`` itself if no element was changed.
     """
     bits = torch.int16 if narrow.element_size() == 2 else torch.int32
     changed = narrow.view(bits) != present.view(bits)

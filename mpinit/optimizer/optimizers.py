@@ -63,7 +63,7 @@ class ManagedOptimizers:
         self.initialized = initialized
         self.shared = shared
         self.awaits = awaits
-        # By identity, without those that were freed.
+        # Compared by identity, without optimizers that were freed.
         self._managed: MutableMapping[Optimizer, ManagedOptimizer] = WeakIdKeyDictionary()
         # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
         self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None

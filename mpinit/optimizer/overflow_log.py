@@ -1,4 +1,4 @@
-"""The last overflow: which gradients were inf or nan, in the order of the backward pass."""
+"""The last overflow of an optimizer: the gradients that contain inf or nan, in the order of the backward pass."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class BadGradient:
     Attributes:
         name: its dotted name.
         elements, infs, nans: the numbers of elements, of inf and of nan.
-        largest_finite: the largest magnitude of the other elements; 0.0 where there are none.
+        largest_finite: the largest magnitude of the finite elements; 0.0 if there are none.
     """
 
     name: str
@@ -43,13 +43,13 @@ class OverflowReport:
     """One overflow, as :func:`mpinit.overflow_report` returns it.
 
     Attributes:
-        loss_id: of the loss that overflowed; None where it is unknown.
-        scale: the loss scale of its backward pass; None where it is unknown.
-        loss: the loss, unscaled; None where reading it would have been a device sync.
+        loss_id: the number of the loss that overflowed; None if it is unknown.
+        scale: the loss scale of the backward pass; None if it is unknown.
+        loss: the unscaled loss; None if reading it would have needed a device sync.
         gradients: the parameters whose gradients contain inf or nan, the largest share first.
-        first_module: the dotted name of the module among these whose backward pass was first; None where every
-            module's gradients contain inf or nan, which does not show where they were made.
-        advice: where the overflow began, as far as gradients show it, and what to do next.
+        first_module: the dotted name of the first of their modules in the backward pass. None if the gradients of all
+            modules contain inf or nan: they do not show the origin then.
+        advice: the origin of the overflow, as far as gradients show it, and what to do next.
     """
 
     loss_id: int | None
@@ -132,8 +132,8 @@ class OverflowLog:
         """Return a report of the gradients as they are now, which is a device sync.
 
         Args:
-            scaler, scale, loss: of their backward pass.
-            came_later: whether inf and nan were written to them after it.
+            scaler, scale, loss: the loss scaler, the loss scale and the loss of their backward pass.
+            came_later: whether inf and nan were written to the gradients after the backward pass.
         """
         order = {} if loss is None else order_of_leaves(loss)
         found, modules = [], set()
@@ -144,7 +144,7 @@ class OverflowLog:
             modules.add(_module_of(name))
             bad = _bad_gradient(name, weight.grad)
             if bad is not None:
-                # Without a graph: a model's last parameters come first in its backward pass.
+                # Without a graph, by position: the backward pass begins with a model's last parameters.
                 found.append((order.get(weight, 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())

@@ -37,7 +37,7 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 class Entries:
     """A record of the keys and values of dicts, each an attribute of some object, at the time it is made.
 
-    The objects are known weakly.
+    It refers to the objects weakly.
     """
 
     def __init__(self, owners: list[Any], name: str) -> None:
@@ -60,7 +60,7 @@ class Entries:
 
 
 class Children:
-    """A record of the children of modules at the time it is made; all modules are known weakly."""
+    """A record of the children of modules at the time it is made; it refers to all modules weakly."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = list(modules)

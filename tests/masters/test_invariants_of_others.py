@@ -2,6 +2,8 @@
 
 They are those of TransformerEngine's remainders (``store_param_remainders``), of error correction in flashoptim
 (``test_ecc_invariants.py``) and HeavyBall (``test_ecc_cpu.py``), and of torchao's low-bit optimizers.
+
+Below the public face: the codecs are tried on the numbers of those tests.
 """
 
 import copy

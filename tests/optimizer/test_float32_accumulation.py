@@ -1,4 +1,7 @@
-"""Gradients of many backward passes with split masters: their sum is float32's, by default and by ``grad_dtype``."""
+"""Gradients of many backward passes with split masters: their sum is float32's, by default and by ``grad_dtype``.
+
+Below the public face: the masters show when their gradients become float32.
+"""
 
 import gc
 import weakref

@@ -1,4 +1,7 @@
-"""Models and optimizers that are dropped without undo: they, the session and its masters are freed at once."""
+"""Models and optimizers that are dropped without undo: they, the session and its masters are freed at once.
+
+Below the public face: the registry shows that no session is left.
+"""
 
 import copy
 import gc
