@@ -101,7 +101,7 @@ def set_data(tensor: Any, values: Any) -> None:
         tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
 
 
-def _groups(modules: Collection[nn.Module]) -> list[Any]:
+def groups_of_fsdp(modules: Collection[nn.Module]) -> list[Any]:
     """List the groups of parameters that FSDP gathers together."""
     groups: list[Any] = []
     if not any(hasattr(kind, "_get_fsdp_state") for kind in {*map(type, modules)}):
@@ -117,13 +117,23 @@ def _groups(modules: Collection[nn.Module]) -> list[Any]:
     return groups
 
 
+def unreduced_gradients(groups: Iterable[Any]) -> list[torch.Tensor]:
+    """List the gradients that FSDP keeps for a later reduction: whole ones, and sums over a part of the ranks."""
+    found: list[torch.Tensor | None] = []
+    for group in groups:
+        found.append(group._partial_reduce_output)
+        for entry in group.fsdp_params:
+            found += (entry.unsharded_accumulated_grad, getattr(getattr(entry, "_unsharded_param", None), "grad", None))
+    return [local(each) for each in found if each is not None]
+
+
 def reshard(modules: Collection[nn.Module]) -> bool:
     """Let FSDP restore the shards on modules that have gathered weights since a forward, also a failed one.
 
     Returns:
         Whether FSDP manages any of the modules.
     """
-    groups = _groups(modules)
+    groups = groups_of_fsdp(modules)
     for group in groups:
         # After an exception FSDP's state is still that of a forward, and it does not reshard.
         group._training_state = type(group._training_state).IDLE
@@ -162,7 +172,7 @@ def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[
 
 def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """Refuse groups of several dtypes, because FSDP gathers a group's parameters in one buffer."""
-    for group in _groups(modules):
+    for group in groups_of_fsdp(modules):
         trained = [entry for entry in group.fsdp_params if entry.sharded_param.requires_grad]
         wanted = [targets.get(entry.sharded_param, entry.sharded_param.dtype) for entry in trained]
         names = [entry._param_fqn or entry._module_info.param_name for entry in trained]
@@ -190,7 +200,7 @@ def gathered_dtypes(
 ) -> dict[torch.Tensor, torch.dtype]:
     """Find float32 shards that FSDP can gather in the dtype of their forward, and that dtype."""
     found: dict[torch.Tensor, torch.dtype] = {}
-    for group in _groups(modules):
+    for group in groups_of_fsdp(modules):
         parameters = [entry.sharded_param for entry in group.fsdp_params]
         wanted = {targets.get(parameter) for parameter in parameters}
         if len(wanted) == 1 and all(parameter.dtype is torch.float32 for parameter in parameters):
@@ -204,7 +214,7 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
     Takes effect with :func:`rebuild_groups`, its undo as well.
     """
     before: list[tuple[Any, Any]] = []
-    for group in _groups(modules):
+    for group in groups_of_fsdp(modules):
         dtype = next(
             (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
         )
@@ -225,7 +235,7 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
 
 def rebuild_groups(modules: Collection[nn.Module]) -> None:
     """Let FSDP read its parameters again after a cast, because it keeps their data and buffers of their dtype."""
-    for group in _groups(modules):
+    for group in groups_of_fsdp(modules):
         for entry in group.fsdp_params:
             entry.reset_sharded_param()
             entry.all_gather_outputs.clear()

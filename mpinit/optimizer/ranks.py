@@ -34,6 +34,7 @@ from ..torch_internals.running import current_pass
 from .gradient_state import agreed
 from .gradients import Gradients
 from .members import Members
+from .unreduced import UnreducedGradients
 
 # Compared beside the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
@@ -112,6 +113,11 @@ class Ranks:
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
         self.is_first_step = True
+
+    @functools.cached_property
+    def unreduced(self) -> UnreducedGradients:
+        """The gradients that FSDP2 has not reduced yet; ``fully_shard`` is called before ``initialize``."""
+        return UnreducedGradients(self.guard.models)
 
     def watch(
         self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, settings: Mapping[str, str], undos: UndoStack

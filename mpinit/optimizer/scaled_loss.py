@@ -21,6 +21,7 @@ from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
 from .optimizers import ManagedOptimizers
+from .unreduced import UnreducedGradients
 
 _IS_PATCHED: Final = attrgetter("is_patched")
 _FLOATS: Final = (torch.float32, torch.float64)
@@ -66,6 +67,10 @@ class ScaledLoss:
         done: Done = set()
         begun: list[Gradients] = []
         are_new = True
+        unreduced = self._unreduced()
+        if unreduced is not None:
+            are_new = not unreduced.present()
+            unreduced.scale(self._scaler)
         try:
             for gradients in self._own:
                 begun.append(gradients)
@@ -79,6 +84,8 @@ class ScaledLoss:
             return scaled
         except BaseException:
             self._unscale(begun, set())
+            if unreduced is not None:
+                unreduced.unscale(self._scaler)
             raise
 
     def __exit__(
@@ -94,6 +101,9 @@ class ScaledLoss:
                 optimizer.checks.after_backward()
         finally:
             found = self._unscale([*self._own, *self._others], done)
+            unreduced = self._unreduced()
+            found_inf = None if unreduced is None else unreduced.unscale(self._scaler)
+            found += [] if found_inf is None else [found_inf]
             for optimizer in self._optimizers:
                 optimizer.members.values.bind_gradients()
         if exc is None:
@@ -106,6 +116,9 @@ class ScaledLoss:
     def __getattr__(self, name: str) -> Any:
         """Refuse what is meant for the loss, where the ``with`` was forgotten."""
         raise AttributeError(_without_with(name), name=name, obj=self)
+
+    def _unreduced(self) -> UnreducedGradients | None:
+        return self._optimizers[0].shared.ranks.unreduced if is_distributed() and self._optimizers else None
 
     def _watch(self, scaled: torch.Tensor, are_new: bool) -> None:
         """Record whether a backward pass goes through ``scaled``, and which gradients it leaves.
@@ -130,10 +143,14 @@ class ScaledLoss:
         Raises:
             RuntimeError: there are some. They are dropped.
         """
-        if not any(have_grads(gradients.weights) for gradients in self._own):
+        unreduced = self._unreduced()
+        kept = [] if unreduced is None else unreduced.present()
+        if not kept and not any(have_grads(gradients.weights) for gradients in self._own):
             return
         for gradients in (*self._own, *self._others):
             gradients.drop()
+        for each in kept:
+            each.zero_()
         raise RuntimeError(
             "gradients came into the `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block, but not from "
             "scaled_loss: call scaled_loss.backward() in it, not loss.backward(), whose gradients would be divided by "
@@ -293,6 +310,8 @@ class Losses:
         scaler = self.scaler(loss_id)
         scaled = scaler.scale(output)
         if scaled.requires_grad and not scaler.is_identity:
+            if is_distributed():
+                self.managed.shared.ranks.unreduced.scale(scaler)
             for managed in self.managed.patched():
                 managed.checks.expect_scaled(scaler)
                 if not torch.compiler.is_compiling():
@@ -305,7 +324,12 @@ class Losses:
         others = [each.gradients for each in self.managed if each is not own]
         # A weight may have several optimizers: its gradient is unscaled once.
         done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
-        return own.checks.unscale(self.scaler(loss_id), done)
+        scaler = self.scaler(loss_id)
+        if is_distributed():
+            found_inf = self.managed.shared.ranks.unreduced.unscale(scaler)
+            if found_inf is not None:
+                scaler.record_found_inf(found_inf)
+        return own.checks.unscale(scaler, done)
 
     def drop_unreached(self) -> None:
         """Forget that gradients were to be scaled by a GradScaler, where its losses have reached none."""
