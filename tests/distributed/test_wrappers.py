@@ -1,6 +1,9 @@
 """DistributedDataParallel older than the session, compiled, in join(), around parts, and told to leave tensors be."""
 
+import contextlib
 import copy
+import itertools
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,20 +43,19 @@ def step(run: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: T
     optimizer.step()
 
 
-def compiled_wrappers(model: nn.Module, how: str, make: Callable[[nn.Module], Any]) -> Callable[[Tensor], Tensor]:
-    """Wrap and compile in one of the orders."""
-    if how == "inside":
-        return make(torch.compile(model, backend="eager"))
+def compiled(model: nn.Module, how: str, make: Callable[[nn.Module], Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Wrap and compile in one of the orders; return the wrapper, and what runs."""
     if how == "model in place":
         model.compile(backend="eager")
-        return make(model)
-    wrapped = make(model)
+    wrapped = make(torch.compile(model, backend="eager") if how == "inside" else model)
+    run = wrapped
     if how == "in place":
         wrapped.compile(backend="eager")
-        return wrapped
-    if how == "a function":
-        return torch.compile(lambda x: wrapped(x), backend="eager")
-    return torch.compile(wrapped, backend="eager") if how == "outside" else wrapped
+    elif how == "a function":
+        run = torch.compile(lambda x: wrapped(x), backend="eager")
+    elif how == "outside":
+        run = torch.compile(wrapped, backend="eager")
+    return wrapped, run
 
 
 ORDERS = ("not", "outside", "inside", "in place", "model in place", "a function")
@@ -67,7 +69,7 @@ ORDERS = ("not", "outside", "inside", "in place", "model in place", "a function"
 def test_older_wrapper_of_cast_weights_is_refused(level: str, how: str) -> None:
     """Also where dynamo traces the forward, and where it has traced it before the session."""
     model = network()
-    run = compiled_wrappers(model, how, DistributedDataParallel)
+    _, run = compiled(model, how, DistributedDataParallel)
     loss_of(run(batch(dist.get_rank()))).backward()
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,10 +95,10 @@ def test_older_wrapper_of_float32_weights_trains(level: str, how: str) -> None:
     rank = dist.get_rank()
     for is_older in (True, False):
         model = network()
-        run: Any = compiled_wrappers(model, how, DistributedDataParallel) if is_older else None
+        run: Any = compiled(model, how, DistributedDataParallel)[1] if is_older else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
-        run = run if is_older else compiled_wrappers(model, how, DistributedDataParallel)
+        run = run if is_older else compiled(model, how, DistributedDataParallel)[1]
         for index in range(3):
             step(run, optimizer, batch(rank, index))
         engines.assert_one([*model.state_dict().values(), torch.tensor([mpinit.loss_scale(optimizer)])])
@@ -158,7 +160,7 @@ def test_float32_reduction_when_compiled(how: str) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
-    run = compiled_wrappers(model, how, DistributedDataParallel)
+    _, run = compiled(model, how, DistributedDataParallel)
     x = batch(dist.get_rank())
     expected = by_hand(x, BF16)
     for _ in range(2):
@@ -168,7 +170,7 @@ def test_float32_reduction_when_compiled(how: str) -> None:
 
 
 @ranks(2, (False,), long=[(True,)])
-def test_float32_reduction_of_parts(compiled: bool) -> None:
+def test_float32_reduction_of_parts(compiles: bool) -> None:
     """Each in a wrapper of its own."""
     x = batch(dist.get_rank())
     model: Any = network()
@@ -176,7 +178,7 @@ def test_float32_reduction_of_parts(compiled: bool) -> None:
     mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
     model[0] = DistributedDataParallel(model[0])
     model[2] = DistributedDataParallel(model[2])
-    loss_of((torch.compile(model, backend="eager") if compiled else model)(x)).backward()
+    loss_of((torch.compile(model, backend="eager") if compiles else model)(x)).backward()
     assert_gradients(gradients_of(model), by_hand(x, BF16))
 
 
@@ -350,3 +352,81 @@ def test_class_is_as_before_when_sessions_have_ended() -> None:
         assert DistributedDataParallel.__init__ is not before["__init__"]
         mpinit.undo(models[index])
     assert {name: getattr(DistributedDataParallel, name) for name in before} == before
+
+
+# The batches of each rank: as many, or fewer and none, inside of join().
+JOINS = {"": (3, 3), "all ranks": (3, 1), "ranks with batches": (2, 0)}
+AGES, REDUCES = ("newer", "older"), ("", "float32")
+MATRIX = [
+    (age, how, joins, level, reduces)
+    for age, how, joins, level, reduces in itertools.product(AGES, ORDERS, JOINS, LEVELS, REDUCES)
+    if level in (*engines.DTYPES, "O1", "O4") and (not reduces or level in ("O2", "O5", "split"))
+]
+# Neighbours differ in every axis.
+CHOSEN = MATRIX[::11]
+
+
+def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
+    """Train without mpinit and without a wrapper: gradients are averaged one by one, in the type that DDP sums in."""
+    rank, counts = dist.get_rank(), JOINS[joins]
+    dtype, scale = engines.DTYPES.get(level), LEVELS[level].get("init_loss_scale", 1.0)
+    model = network()
+    masters = weights = dict(model.named_parameters())
+    runs: nn.Module = model
+    if dtype is not None and level != "model":
+        masters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        model.to(dtype)
+        engines.round_into(weights, masters, level)
+    if dtype is not None:
+        runs = engines.CastByHand(model, dtype, casts_weights=level == "model")
+    optimizer = torch.optim.SGD(masters.values(), lr=0.1, momentum=0.9)
+    for index in range(max(counts)):
+        model.zero_grad()
+        has_batch = index < counts[rank]
+        (loss_of(runs(batch(rank, index))) * (scale if has_batch else 0.0)).backward()
+        active = sum(index < count for count in counts)
+        divisor = active if joins == "ranks with batches" else 2
+        for weight, master in zip(weights.values(), masters.values(), strict=True):
+            assert weight.grad is not None
+            gradient = weight.grad.float() if reduces else weight.grad
+            counted_after = bool(reduces) and joins == "ranks with batches"
+            gradient = gradient if counted_after else gradient * (1 / divisor)
+            dist.all_reduce(gradient)
+            gradient = gradient / divisor if counted_after else gradient
+            master.grad = gradient.to(weight.dtype).to(master.dtype) / scale
+        optimizer.step()
+        engines.round_into(weights, masters, level)
+    return [master.detach() for master in masters.values()]
+
+
+@ranks(2, *CHOSEN[:: len(CHOSEN) // 4], long=CHOSEN, nightly=MATRIX)
+def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: str) -> None:
+    """The bits of a loop by hand, O1's and O4's near float32, on all ranks; or refused on all of them at once."""
+    rank, counts = dist.get_rank(), JOINS[joins]
+    model = network()
+    found = compiled(model, how, DistributedDataParallel) if age == "older" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level], **more)
+    wrapped, run = found or compiled(model, how, DistributedDataParallel)
+
+    def train() -> None:
+        with wrapped.join(joins != "ranks with batches") if joins else contextlib.nullcontext():
+            for index in range(counts[rank]):
+                step(run, optimizer, batch(rank, index))
+
+    if age == "older" and level in ("O2", "O5", "split"):
+        start = time.monotonic()
+        with engines.refused(RuntimeError, "made before mpinit.initialize"):
+            train()
+        assert time.monotonic() - start < 15
+        assert engines.on_all_ranks("alive") == ["alive"] * 2
+        return
+    train()
+    assert mpinit.step_counts(optimizer) == (counts[rank], 0)
+    ours = list(model.state_dict().values())
+    engines.assert_one([*ours, torch.tensor([mpinit.loss_scale(optimizer)])])
+    expected = trained_by_hand(level, joins, reduces)
+    for mine, theirs in zip(ours, expected, strict=True):
+        tolerance = 0.0 if level in engines.DTYPES else 2e-2
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
