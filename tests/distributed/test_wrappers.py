@@ -430,3 +430,35 @@ def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: s
     for mine, theirs in zip(ours, expected, strict=True):
         tolerance = 0.0 if level in engines.DTYPES else 2e-2
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+def collectives() -> int:
+    """Return how many collectives this rank has begun in the process group."""
+    return int(dist.group.WORLD._get_sequence_number_for_group())
+
+
+@ranks(2, ("O2", ""), ("O1", ""), long=[("O5", ""), ("split", ""), ("model", ""), ("O4", ""), ("O2", "float32")])
+def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> None:
+    """From the second step on, also under a wrapper that is older than the session."""
+    counts = []
+    for kind in ("plain", "newer", "older") if level in ("O1", "O4", "model") else ("plain", "newer"):
+        model = network()
+        wrapped = DistributedDataParallel(model) if kind == "older" else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind != "plain":
+            more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
+            mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level], **more)
+        wrapped = wrapped or DistributedDataParallel(model)
+        for index in range(4):
+            if index == 1:
+                before = collectives()
+            if kind == "plain":
+                optimizer.zero_grad()
+                loss_of(wrapped(batch(dist.get_rank(), index))).backward()
+                optimizer.step()
+            else:
+                step(wrapped, optimizer, batch(dist.get_rank(), index))
+        counts.append(collectives() - before)
+        if kind != "plain":
+            mpinit.undo(model)
+    assert counts[0] >= 3 and counts == [counts[0]] * len(counts), counts
