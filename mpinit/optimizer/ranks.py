@@ -70,6 +70,51 @@ class WrapperStatus(enum.Enum):
     OF_OTHERS = "it reduces no gradients of the session's models"
 
 
+class Wrappers:
+    """The DistributedDataParallel wrappers around the models of a session.
+
+    Attributes:
+        changed: the ids of the parameters whose dtype the session has changed.
+    """
+
+    def __init__(self, guard: ForwardGuard) -> None:
+        self.changed: set[int] = set()
+        self._guard = guard
+        self._status: weakref.WeakKeyDictionary[Any, WrapperStatus] = weakref.WeakKeyDictionary()
+
+    def mark(self, wrapper: Any, status: WrapperStatus) -> None:
+        """Set the status of a wrapper."""
+        self._status[wrapper] = status
+
+    def with_status(self, *statuses: WrapperStatus) -> list[Any]:
+        """List wrappers in the order in which they were found, which is the same on all ranks."""
+        return [wrapper for wrapper, status in self._status.items() if status in statuses]
+
+    def is_of_models(self, wrapper: Any) -> bool:
+        """Return whether a DistributedDataParallel reduces gradients of the models."""
+        return not self._guard.parameters().keys().isdisjoint([*reduced_by(wrapper), *delayed_by(wrapper)])
+
+    def is_around(self, wrapper: Any) -> bool:
+        """Return whether a DistributedDataParallel is one around the models, and remember one that is older.
+
+        Raises:
+            RuntimeError: it was made before ``mpinit.initialize``, for parameters of another dtype.
+        """
+        status = self._status.get(wrapper)
+        if status is not None:
+            return status is not WrapperStatus.OF_OTHERS
+        if self.changed and any(id(p) in self.changed for p in (*reduced_by(wrapper), *delayed_by(wrapper))):
+            name = type(wrapper).__name__
+            raise RuntimeError(
+                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
+                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
+                f"first and wrap the model in {name} afterwards"
+            )
+        known = self.is_of_models(wrapper)
+        self._status[wrapper] = WrapperStatus.PENDING if known else WrapperStatus.OF_OTHERS
+        return known
+
+
 class Ranks:
     """The agreement of a session with the sessions of other processes.
 
@@ -104,11 +149,9 @@ class Ranks:
         self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
         self.reduces_in_float32 = False
-        # Ids of the parameters whose dtype the session has changed.
-        self._changed: set[int] = set()
         # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
         self._making: tuple[Any, dict[int, int]] | None = None
-        self._wrappers: weakref.WeakKeyDictionary[Any, WrapperStatus] = weakref.WeakKeyDictionary()
+        self._wrappers = Wrappers(guard)
         self._passes = [0] * len(scalers)
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
@@ -123,7 +166,7 @@ class Ranks:
         self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, settings: Mapping[str, str], undos: UndoStack
     ) -> None:
         """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
-        self._changed, self._casts, self._settings = set(map(id, changed)), casts, settings
+        self._wrappers.changed, self._casts, self._settings = set(map(id, changed)), casts, settings
         known = weakref.ref(self)
 
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -151,15 +194,11 @@ class Ranks:
             own = {id(part) for model in self.guard.models for part in model.modules()}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._has_some_of(wrapper):
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._wrappers.is_of_models(wrapper):
             self.guard.check_present()
             if syncs_when_made(wrapper):
                 self._check_same_under(wrapper)
             self._making = weakref.ref(wrapper), {id(tensor): _version_of(tensor) for tensor in _tensors_of(module)}
-
-    def _has_some_of(self, wrapper: Any) -> bool:
-        """Return whether a DistributedDataParallel reduces gradients of the models."""
-        return not self.guard.parameters().keys().isdisjoint([*reduced_by(wrapper), *delayed_by(wrapper)])
 
     def _on_event(self, event: Event, wrapper: Any) -> None:
         if event is Event.MADE:
@@ -167,10 +206,10 @@ class Ranks:
             if making is not None and making[0]() is wrapper:
                 self._on_made(wrapper, making[1])
         elif event is Event.JOINED:
-            if self._wrappers.get(wrapper) is WrapperStatus.AGREED:
+            if wrapper in self._wrappers.with_status(WrapperStatus.AGREED):
                 self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
                 self._send_scales(wrapper, wrapper._authoritative_rank)
-        elif self._is_known(wrapper) and self.reduces_in_float32:
+        elif self._wrappers.is_around(wrapper) and self.reduces_in_float32:
             reduce_in_float32(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
@@ -179,35 +218,11 @@ class Ranks:
         sent = [tensor for tensor, version in now if versions.get(id(tensor), version) != version]
         self._send(wrapper, sent, 0)
         if not syncs_when_made(wrapper):
-            self._wrappers[wrapper] = WrapperStatus.PENDING
+            self._wrappers.mark(wrapper, WrapperStatus.PENDING)
             return
         self._send_scales(wrapper, 0)
-        self._wrappers[wrapper] = WrapperStatus.AGREED
+        self._wrappers.mark(wrapper, WrapperStatus.AGREED)
         self._groups = None
-
-    def _with(self, *statuses: WrapperStatus) -> list[Any]:
-        """List wrappers in the order in which they were found, which is the same on all ranks."""
-        return [wrapper for wrapper, status in self._wrappers.items() if status in statuses]
-
-    def _is_known(self, wrapper: Any) -> bool:
-        """Return whether a DistributedDataParallel is one around the models, and remember one that is older.
-
-        Raises:
-            RuntimeError: it was made before ``mpinit.initialize``, for parameters of another dtype.
-        """
-        status = self._wrappers.get(wrapper)
-        if status is not None:
-            return status is not WrapperStatus.OF_OTHERS
-        if self._changed and any(id(p) in self._changed for p in (*reduced_by(wrapper), *delayed_by(wrapper))):
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
-                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
-                f"first and wrap the model in {name} afterwards"
-            )
-        known = self._has_some_of(wrapper)
-        self._wrappers[wrapper] = WrapperStatus.PENDING if known else WrapperStatus.OF_OTHERS
-        return known
 
     def _unite(self, wrapper: Any) -> None:
         """Agree under a wrapper at the first step."""
@@ -215,7 +230,7 @@ class Ranks:
         if syncs_when_made(wrapper):
             self._send(wrapper, synced_by(wrapper), 0)
         self._send_scales(wrapper, 0)
-        self._wrappers[wrapper] = WrapperStatus.AGREED
+        self._wrappers.mark(wrapper, WrapperStatus.AGREED)
         self._groups = None
 
     def _check_same_under(self, wrapper: Any) -> None:
@@ -276,7 +291,7 @@ class Ranks:
             self.guard.log_emulation()
             self.is_first_step = False
         for wrapper in sorted(
-            (each for each in self._with(WrapperStatus.PENDING) if not is_joining(each)),
+            (each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)),
             key=lambda w: len(reduced_by(w)),
         ):
             self._unite(wrapper)
@@ -285,12 +300,12 @@ class Ranks:
             self._check_same_scales()
 
     def _check_same_scales(self) -> None:
-        if not self._with(WrapperStatus.AGREED, WrapperStatus.PENDING):
+        if not self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
         loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
             text = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
-            for wrapper in (each for each in self._with(WrapperStatus.AGREED) if not is_joining(each)):
+            for wrapper in (each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)):
                 if not ranks_agree(text, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
@@ -305,14 +320,16 @@ class Ranks:
         """Return the names that any rank of those that train the same model passes; all of them call it at one step."""
         if not is_distributed():
             return list(names)
-        wrappers = [each.process_group for each in self._with(WrapperStatus.AGREED) if not is_joining(each)]
+        wrappers = [
+            each.process_group for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)
+        ]
         groups = groups_of(meshes_of(self.guard.parameters()), self._process_group, *wrappers)
         return union(names, groups)
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in self._with(WrapperStatus.AGREED, WrapperStatus.PENDING):
+        for wrapper in self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING):
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
 
@@ -374,7 +391,7 @@ class Ranks:
 
     def _groups_to_agree_over(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
-        wrappers = [wrapper for wrapper in self._with(WrapperStatus.AGREED) if not is_joining(wrapper)]
+        wrappers = [wrapper for wrapper in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(wrapper)]
         key = (*(members.generation for members in self._members), len(wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()
