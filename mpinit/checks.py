@@ -21,9 +21,10 @@ from .basics.wrappers import wrapped_in
 from .distributed.agreement import groups_of, meshes_of
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
-from .model.precision_loss import warn_about_target_networks
+from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
 from .plan import MasterWeightsMode, Plan
 from .settings.properties import Properties
+from .settings.recipes import RECIPES
 
 # How many names a message lists where none is near.
 _LISTED: Final = 6
@@ -110,6 +111,8 @@ def check(
     if props.patch_torch_functions and names:
         _warn_about_16_bit_weights(names)
     _check_belonging(index, optimizers, awaits)
+    if plan.cast_model and plan.model_dtype is torch.float16:
+        warn_about_small_eps(index, plan.keeps)
     if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):
         warn_user(
             f"no parameter of {' and '.join(type(model).__name__ for model in models)} requires a gradient, so nothing "
@@ -200,6 +203,9 @@ def _check_kept_names(index: ModelIndex, props: Properties) -> None:
     modules = [name for name, _ in index.paths if name]
     names = [*modules, *dict(index.named_tensors())]
     for pattern in props.keep_fp32:
+        recipe = RECIPES.get(pattern) if isinstance(pattern, str) else None
+        if recipe is not None and any(recipe(name, module) for name, module in index.paths if name):
+            continue
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             most = near or modules[:_LISTED] or names[:_LISTED]

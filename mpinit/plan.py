@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .settings.properties import KeepFloat32, Properties
+from .settings.recipes import RECIPES
 from .settings.spellings import SMALLEST_SCALE
 
 KeepInputPredicate = Callable[[str, Any], bool]
@@ -146,7 +147,7 @@ def make_plan(props: Properties) -> Plan:
         model_dtype=props.cast_model_type or torch.float32,
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
-        keeps=KeepRule((*props.keep_fp32, *batchnorm) if casts_weights else ()),
+        keeps=KeepRule((*map(_resolved, props.keep_fp32), *batchnorm) if casts_weights else ()),
         keep_inputs=tuple([partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs]),
         function_dtype=props.patch_torch_functions_type or torch.float16,
         masters=_MASTERS[props.master_weights] if casts_weights else MasterWeightsMode.NONE,
@@ -172,6 +173,11 @@ def _scaling_rule(props: Properties) -> ScalingRule:
         skips_nonfinite=by_default if props.skip_nonfinite is None else props.skip_nonfinite,
         may_wait=props.skip_nonfinite is True,
     )
+
+
+def _resolved(entry: KeepFloat32) -> KeepFloat32:
+    """Return the rule that a recipe's name means; any other entry as it is."""
+    return RECIPES.get(entry, entry) if isinstance(entry, str) else entry
 
 
 def _is_named(pattern: str, name: str, value: Any) -> bool:

@@ -15,12 +15,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted
 from ..distributed.sharding import local
+from ..plan import KeepRule
+from ..settings.recipes import small_eps
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
 # float32 has every whole number up to here; a larger number is neither an id nor a counter.
@@ -80,6 +83,32 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     if is_monotonic and values.numel() >= _FEWEST_IN_TABLE and 0 < _LEAST_SPAN * least < largest:
         return f"is a table from {values[0]:.3g} to {values[-1]:.3g}, whose error grows with what it is multiplied by"
     return None
+
+
+def _is_kept(index: ModelIndex, keeps: KeepRule, module: nn.Module) -> bool:
+    """Return whether a module or one that it is a part of stays float32."""
+    part: nn.Module | None = module
+    while part is not None:
+        if keeps.keeps(index.names[part], part):
+            return True
+        part = index.first_parents[part]
+    return False
+
+
+def warn_about_small_eps(index: ModelIndex, keeps: KeepRule) -> None:
+    """Warn once of norms whose eps is 0 in float16, so that a row of zeros is divided by 0."""
+    found = {
+        name: eps
+        for name, module in index.named_modules
+        if not type(module).__module__.startswith("torch.") and (eps := small_eps(module)) is not None
+        if name and not _is_kept(index, keeps, module)
+    }
+    if found:
+        listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
+        warn_user(
+            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. Give "
+            'keep_fp32=["@small_eps_norms"] beside what you keep already, or a larger eps'
+        )
 
 
 def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:

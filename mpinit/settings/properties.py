@@ -89,7 +89,8 @@ class Properties(BaseModel):
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
         keep_fp32: modules that stay float32: module types, dotted names (wildcards allowed) or predicates
             ``(name, module) -> bool``. A name that matches no module is a name of parameters or buffers. These tensors
-            stay float32 in a 16-bit module, whose code must cast them.
+            stay float32 in a 16-bit module, whose code must cast them. ``"@router_gates"``, ``"@rotary_tables"``,
+            ``"@small_eps_norms"`` and ``"@final_heads"`` are recipes: docs/how-to/model.md.
         keep_inputs: arguments of the models' forwards and entry points that are not cast, such as a loss's targets:
             names (wildcards allowed) or predicates ``(name, value) -> bool``. Positional arguments have the names of
             the signature. A model with a lambda here cannot be pickled.

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from ..basics.dtypes import dtype_name, parse_dtype
+from .recipes import check_recipe
 
 # A scale and its reciprocal are float32 numbers. Outside these limits one of them is 0 or inf.
 SMALLEST_SCALE: Final = 2.0**-126
@@ -148,6 +149,7 @@ def parse_keep_fp32(value: Any) -> Any:
     """Parse modules' types, names or predicates, one or several."""
     entries = _several(value)
     for entry in entries:
+        check_recipe(entry)
         # pydantic's union would accept these as predicates, because any class and any module can be called.
         if isinstance(entry, torch.nn.Module):
             raise ValueError(
