@@ -1,6 +1,7 @@
 """Transformers: ``enable`` makes a ``Trainer`` train in mixed precision."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -10,6 +11,7 @@ import torch
 
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
+from ..basics.logs import log
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
 require("transformers")
 
 _LOSS_SCALE = "loss_scale.pt"
+# Methods of a Trainer that are patched.
+_METHODS = ("create_optimizer", "_save_scaler", "_load_scaler", "call_model_init")
 _INSTEAD = {
     "args.fp16": "the opt_level says the type: leave TrainingArguments(fp16=...) out, and give enable() opt_level='O2'",
     "args.bf16": "the opt_level says the type, and opt_level='O5' is bfloat16: give bf16=False (in TRL's "
     "configurations, SFTConfig and the like, True is the default)",
     "args.fp16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
     "args.bf16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
-    "model_init": "each train() would make a model that mpinit does not know: give the Trainer a model instead",
     "is_fsdp_enabled": "FSDP replaces the parameters in train(): prepare with Accelerate, then mpinit.initialize",
     "is_deepspeed_enabled": "DeepSpeed keeps masters itself: use its own bf16 or fp16 settings",
 }
@@ -37,7 +40,8 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
 
     Accumulation, clipping, evaluation, generation and callbacks work as before. Each ``checkpoint-N`` has the masters'
     float32 values and the loss scale. A run resumed by ``resume_from_checkpoint`` is equal, bit for bit, to one without
-    interruption. ``mpinit.undo(trainer.model)`` undoes it.
+    interruption. Each model that ``train()`` or ``hyperparameter_search()`` makes by ``model_init`` is initialised.
+    ``mpinit.undo(trainer.model)`` undoes it.
 
     Args:
         trainer: a Trainer, or an instance of a subclass. Its optimizer may be passed to it or be created by it.
@@ -45,12 +49,11 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
         save_dtype: the dtype of weights that ``trainer.save_model`` and ``model.save_pretrained`` write outside of
             ``train()``, and of the config: float32 (the masters' values) or a 16-bit dtype. Default float32.
         **properties: any other argument of :func:`mpinit.initialize`. The default of ``keep_fp32`` is the tensors that
-            Transformers and PEFT keep in float32: buffers that are not in checkpoints (rotary frequencies), and
-            adapters that are trained.
+            Transformers, Diffusers and PEFT keep in float32: buffers that are not in checkpoints (rotary frequencies),
+            those that a library's own lists name (a log line names them), and the weights that PEFT adds.
 
     Raises:
-        ValueError: the Trainer casts by itself, creates its model in ``train()``, or uses FSDP, DeepSpeed or
-            DataParallel. Nothing was changed.
+        ValueError: the Trainer casts by itself, or uses FSDP, DeepSpeed or DataParallel. Nothing was changed.
 
     Example:
         >>> import mpinit, transformers
@@ -66,8 +69,10 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
     _check(trainer)
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     initialised = [] if optimizer is None else [optimizer]
+    own_methods = {name: vars(trainer)[name] for name in _METHODS if name in vars(trainer)}
+    again = functools.partial(enable, trainer, opt_level, save_dtype=save_dtype, **properties)
     if not {"keep_fp32", "config"} & properties.keys():
-        properties["keep_fp32"] = _float32_as_usual(model)
+        properties["keep_fp32"] = _float32_as_usual(model, _cast_type(opt_level, properties))
     amp.initialize([model], initialised, opt_level, await_optimizers=optimizer is None, **properties)
     session = registry.of(model)
     if session is None:
@@ -76,6 +81,9 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
         attach(trainer.accelerator, initialised)
     create_optimizer = MethodType(functools.partial(_create_optimizer, trainer.create_optimizer), trainer)
     session.patch(trainer, "create_optimizer", create_optimizer)
+    if trainer.model_init is not None:
+        call_model_init = MethodType(functools.partial(_initialize_new_model, again, own_methods), trainer)
+        session.patch(trainer, "call_model_init", call_model_init)
     # Not in scaler.pt: a Trainer without a scaler fails on that file. Trainers without mpinit ignore loss_scale.pt.
     for name, method in (("_save_scaler", _save_loss_scale), ("_load_scaler", _load_loss_scale)):
         session.patch(trainer, name, MethodType(method, trainer))
@@ -106,12 +114,83 @@ def _check(trainer: Any) -> None:
     check(trainer.accelerator)
 
 
-def _float32_as_usual(model: Any) -> list[str]:
-    """List the tensors that Transformers and PEFT keep in float32: buffers in no checkpoint, and trained adapters."""
+def _float32_as_usual(model: Any, dtype: torch.dtype | None) -> list[str]:
+    """List the tensors that Transformers, Diffusers and PEFT keep in float32 where weights are in a 16-bit dtype.
+
+    These are buffers in no checkpoint, tensors that a library's own lists name, and PEFT's own trained weights. A
+    trained layer of the model itself (a classifier, ``modules_to_save``, biases) is fed 16-bit numbers, and cast.
+    """
     saved = model.state_dict()
     computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return computed + (trained if hasattr(model, "peft_config") else [])
+    listed = _listed(model, dtype)
+    if listed:
+        log.info("kept in float32, as the library lists them: %s", ", ".join(listed))
+    tuned = _tuned(model) if hasattr(model, "peft_config") else []
+    return list(dict.fromkeys([*computed, *listed, *tuned]))
+
+
+def _listed(model: Any, dtype: torch.dtype | None) -> list[str]:
+    """List the tensors that modules name in ``_keep_in_fp32_modules``, for float16, and its ``_strict`` form."""
+    found: dict[str, None] = {}
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for path, module in model.named_modules() if dtype in (torch.float16, torch.bfloat16) else ():
+        asked = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        # Transformers means float16 alone; Diffusers both.
+        if dtype is torch.float16 or type(module).__module__.startswith("diffusers."):
+            listed = getattr(module, "_keep_in_fp32_modules", None) or ()
+            asked |= {listed} if isinstance(listed, str) else set(listed)
+        if not asked:
+            continue
+        prefix = f"{path}." if path else ""
+        pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})(\.|$)")
+        for name, tensor in tensors.items():
+            if name.startswith(prefix) and tensor.is_floating_point() and pattern.search(name.removeprefix(prefix)):
+                found[name] = None
+    return list(found)
+
+
+# Under these names modules of PEFT have modules of the model itself.
+_OF_THE_MODEL = ("base_layer", "base_model", "model", "original_module", "modules_to_save")
+
+
+def _tuned(model: Any) -> list[str]:
+    """List the trained weights that PEFT has added, and feeds in float32."""
+    found = []
+    left: list[tuple[str, Any, bool]] = [("", model, True)]
+    while left:
+        path, module, is_added = left.pop()
+        is_added = is_added or type(module).__module__.startswith("peft.")
+        if is_added:
+            own = module.named_parameters(path, recurse=False)
+            found += [name for name, weight in own if weight.requires_grad]
+        for name, child in module.named_children():
+            left.append((f"{path}.{name}" if path else name, child, is_added and name not in _OF_THE_MODEL))
+    return found
+
+
+def _cast_type(opt_level: str, properties: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype of weights that a level and keywords ask for; None where they cast none."""
+    asked = properties.get("cast_model_type", amp.OPT_LEVELS[opt_level].cast_model_type)
+    if asked is None or asked is False or str(asked) in ("None", "False"):
+        return None
+    return parse_dtype(asked)
+
+
+def _initialize_new_model(
+    again: Callable[[], None], own_methods: dict[str, Any], trainer: Any, trial: Any = None
+) -> Any:
+    """Make the model of a run of ``train()``, in place of the one before, and initialise it."""
+    if trainer.model is not None:
+        amp.undo(trainer.model)
+    else:  # a search has dropped the model of the last trial, and its session with it
+        trainer.accelerator.scaler = None
+    for name in _METHODS:
+        vars(trainer).pop(name, None)
+    vars(trainer).update(own_methods)
+    trainer.model = trainer.call_model_init(trial)
+    trainer.optimizer = trainer.lr_scheduler = None
+    again()
+    return trainer.model
 
 
 def _create_optimizer(create: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -276,12 +276,6 @@ def test_conflicting_trainer_arguments_are_refused(case: str, tmp_path: Path) ->
     assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
 
 
-def test_a_trainer_that_makes_its_model_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(model_init=lambda: tiny_model("gpt2"), args=settings(tmp_path))
-    with pytest.raises(ValueError, match="give the Trainer a model instead"):
-        enable(trainer)
-
-
 def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
     trainer = trained("gpt2", tmp_path, {"opt_level": "O2"})
     masters = copy.deepcopy(trainer.model.state_dict())
@@ -295,3 +289,117 @@ def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
 def test_disabled_it_does_nothing(tmp_path: Path) -> None:
     trainer = trained("gpt2", tmp_path, {"enabled": False})
     assert trainer.model.dtype == torch.float32 and trainer.accelerator.scaler is None
+
+
+PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "a classifier": ("bert", {"task_type": "SEQ_CLS"}),
+    "a classifier and biases": ("bert", {"task_type": "SEQ_CLS", "bias": "all"}),
+    "lm_head": ("llama", {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "embeddings and norms": (
+        "llama",
+        {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("case", PEFT)
+def test_trained_layers_beside_adapters_are_16_bit_with_masters(
+    case: str, level: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    import peft
+
+    name, asked = PEFT[case]
+    losses, weights = [], []
+    for given in (None, {"opt_level": level, "init_loss_scale": 256.0}):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_model(name), peft.LoraConfig(r=2, **asked))
+        before = copy.deepcopy(model.state_dict())
+        trainer = trained(name, tmp_path, given, model=model, activation_checkpointing=checkpointing)
+        losses.append(trainer.evaluate()["eval_loss"])
+        weights.append(copy.deepcopy(model.state_dict()))
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    # But for biases of keys, whose gradients are 0 but for rounding.
+    keys = [key for key, p in model.named_parameters() if p.requires_grad and "lora_" not in key and "key" not in key]
+    expected, found = (torch.cat([(each[key] - before[key]).flatten() for key in keys]) for each in weights)
+    assert expected.abs().max() > 0.008 and (expected - found).abs().mean() < 0.2 * expected.abs().mean()
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
+    narrow = torch.float16 if level == "O2" else torch.bfloat16
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {narrow}
+    optimizer = trainer.optimizer.optimizer
+    assert {p.dtype for p in mpinit.master_params(optimizer)} == {torch.float32}
+
+
+@pytest.mark.parametrize(("level", "kept"), [("O2", True), ("O5", False), ("O1", False)])
+def test_modules_that_transformers_lists_stay_float32(
+    level: str, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("t5")
+    assert model._keep_in_fp32_modules == {"wo"}
+    with caplog.at_level("INFO", "mpinit"):
+        trainer = trained("t5", tmp_path, {"opt_level": level, "init_loss_scale": 256.0}, model=model, max_steps=2)
+    outputs = {name: p.dtype for name, p in model.named_parameters() if ".wo." in name}
+    assert len(outputs) == 4 and set(outputs.values()) == {torch.float32 if kept or level == "O1" else torch.bfloat16}
+    assert model.shared.weight.dtype is {"O1": torch.float32, "O2": torch.float16, "O5": torch.bfloat16}[level]
+    assert any("as the library lists them: encoder.block.0" in record.message for record in caplog.records) is kept
+    expected = trained("t5", tmp_path, None, max_steps=2).evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=2e-3)
+
+
+def test_lists_of_parts_and_strict_ones_count() -> None:
+    from mpinit.integrations.transformers import _listed
+
+    model = torch.nn.ModuleDict(
+        {"part": torch.nn.ModuleDict({"gate": torch.nn.Linear(2, 2), "gates": torch.nn.Linear(2, 2)})}
+    )
+    model["part"]._keep_in_fp32_modules_strict = ["gate"]
+    for dtype in (torch.float16, torch.bfloat16):
+        assert _listed(model, dtype) == ["part.gate.weight", "part.gate.bias"]
+    assert _listed(model, None) == []
+    model["part"]._keep_in_fp32_modules = {"gates"}
+    assert len(_listed(model, torch.float16)) == 4 and len(_listed(model, torch.bfloat16)) == 2
+
+
+def test_every_model_of_model_init_is_initialised(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def model_init() -> Any:
+        made.append(tiny_model("gpt2"))
+        return made[-1]
+
+    data = {"train_dataset": samples("gpt2", 64), "eval_dataset": samples("gpt2", 8, seed=2)}
+    trainer = Trainer(model_init=model_init, args=settings(tmp_path), **data)
+    enable(trainer, "O5", verbosity=0)
+    for runs in (2, 3):
+        trainer.train()
+        assert len(made) == runs and trainer.model is made[-1] and trainer.model.dtype is torch.bfloat16
+        assert mpinit.step_counts(trainer.optimizer.optimizer) == (6, 0)
+        assert same_bits(trainer.model.state_dict(), trained("gpt2", tmp_path, LEVELS["O5"]).model.state_dict())
+        assert {p.dtype for p in made[-2].parameters()} == {torch.float32}, "undone"
+    mpinit.undo(trainer.model)
+    assert "call_model_init" not in vars(trainer) and "create_optimizer" not in vars(trainer)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_search_for_hyperparameters_trains_each_model_with_masters(tmp_path: Path) -> None:
+    needs("optuna").logging.disable_default_handler()
+    trainer = Trainer(
+        model_init=lambda: tiny_model("gpt2"),
+        args=settings(tmp_path, eval_strategy="steps", eval_steps=6),
+        train_dataset=samples("gpt2", 64),
+        eval_dataset=samples("gpt2", 8, seed=2),
+    )
+    enable(trainer, "O5", verbosity=0)
+    rates, seen = [1e-2, 1e-6], list[torch.dtype]()
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+        n_trials=4,
+        backend="optuna",
+        direction="minimize",
+        compute_objective=lambda metrics: seen.append(trainer.model.dtype) or metrics["eval_loss"],
+    )
+    assert best.hyperparameters["learning_rate"] == 1e-2 and best.objective < 3.45
+    assert set(seen) == {torch.bfloat16} and len(seen) >= 4
