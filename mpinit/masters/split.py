@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import as_float32, is_lower_precision
+from ..basics.logs import warn_user
 from ..basics.modules import Names
 from ..distributed.sharding import (
     arriving_gradient_dtype,
@@ -34,6 +35,7 @@ from .masters import Gradients, Master, MasterBatch, Masters
 _KEPT_BYTES: Final = 16 * 2**20
 # Weights whose gradients show whether another backward pass is about to be added to the last one.
 _SAMPLES: Final = 4
+_PASSES_TO_WARN_OF: Final = 16
 # Elements of a float32 tensor that are taken apart at a time.
 _PIECE: Final = 1 << 20
 
@@ -104,6 +106,10 @@ class SplitMasters(Masters):
         # Some weights, for a number of masters, and by their ids the gradients that a step used last, and the versions.
         self._samples: tuple[int, list[torch.Tensor]] = 0, []
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # Backward passes since the last step that added to gradients, where these stay bfloat16, and the last of them.
+        self._passes = 0
+        self._last_pass = (0, 0)
+        self._has_warned = False
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
@@ -202,9 +208,25 @@ class SplitMasters(Masters):
             gradient = weight.grad
             is_narrow = gradient is not None and is_lower_precision(gradient.dtype)
             if gradient is not None and is_narrow and self._is_unused(weight, gradient):
-                if not is_distributed():
+                if is_distributed():
+                    self._count_pass((id(gradient), gradient._version))
+                else:
                     self.widen_gradients()
                 return
+
+    def _count_pass(self, gradient: tuple[int, int]) -> None:
+        """Warn once of many backward passes whose gradients add up in bfloat16."""
+        if gradient == self._last_pass:
+            return  # both a forward and a scaled loss ask
+        self._last_pass = gradient
+        self._passes += 1
+        if self._passes == _PASSES_TO_WARN_OF - 1 and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"gradients of {_PASSES_TO_WARN_OF} backward passes or more are added up in bfloat16, in which a sum "
+                "stops growing: in a process group split masters have gradients of the weights' dtype. Use "
+                'master_weights="model", whose gradients are float32, or fewer passes a step'
+            )
 
     @torch.no_grad()
     def widen_gradients(self) -> None:
@@ -217,6 +239,7 @@ class SplitMasters(Masters):
 
     def gradients_used(self) -> None:
         """Record that a step has used the gradients, or was skipped for them."""
+        self._passes = 0
         self._used = {
             id(weight): (weakref.ref(weight.grad), weight.grad._version)
             for weight in self._sampled()

@@ -4,12 +4,14 @@ Below the public face: the masters show when their gradients become float32.
 """
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import batches, mlp, mse, same
 from session_device import device
 from torch import nn
@@ -173,6 +175,29 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=match):
             mpinit.initialize(model, SGD(model.parameters(), lr=0.1), verbosity=0, **asked)  # type: ignore[arg-type]
         assert model[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("way", ["plain", "scale_loss"])
+def test_sixteen_passes_in_a_process_group_are_warned_of_once(way: str) -> None:
+    """Gradients stay in the weights' dtype there, which DistributedDataParallel's buckets have."""
+    if device().type != "cpu":
+        pytest.skip("a process group of the CPU's")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model, optimizer = split()
+        batch = batches(1)[0]
+        for count, warns in ((15, False), (15, False), (16, True), (20, False)):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                for _ in range(count):
+                    WAYS[way](model, optimizer, batch)
+            assert [w for w in found if "16 backward passes or more" in str(w.message)] == found[: int(warns)]
+            assert len(found) >= int(warns)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[0].weight.grad is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_undo_frees_the_memory_of_steps() -> None:
