@@ -199,7 +199,7 @@ def entry(name: str, asked: torch.dtype | None) -> Any:
 def test_fsdp_policy_of_every_parameter_is_checked(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype | None] = [torch.bfloat16, torch.bfloat16]
     group = SimpleNamespace(fsdp_params=[entry("a", asked[0]), entry("b", asked[1])])
-    monkeypatch.setattr(sharding, "_groups", lambda model: [group])
+    monkeypatch.setattr(sharding, "groups_of_fsdp", lambda model: [group])
     targets = {each.sharded_param: torch.bfloat16 for each in group.fsdp_params}
     sharding.check_groups([nn.Identity()], targets)
     group.fsdp_params[place].mp_policy.param_dtype = torch.float32

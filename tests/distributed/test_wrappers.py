@@ -462,3 +462,15 @@ def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> 
         if kind != "plain":
             mpinit.undo(model)
     assert counts[0] >= 3 and counts == [counts[0]] * len(counts), counts
+
+
+@ranks(2)
+def test_float32_reduction_without_buckets_is_refused() -> None:
+    """torch.compile's own reducer calls hooks with single gradients."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        wrapped = DistributedDataParallel(model)
+        with engines.refused(RuntimeError, "python_reducer", "ddp_optimizer"):
+            wrapped(batch(0))
