@@ -61,16 +61,11 @@ class Fault:
         if self.phase == BACKWARD:
             node = self.node.partition("Backward")[0].lower()
             return next((text for nodes, text in _BACKWARD if node in nodes), _GRADIENT)
-        divides = name in ("rsqrt", "reciprocal") or (name in ("div", "pow") and self._has_zero())
-        if divides:
+        if name in ("rsqrt", "reciprocal", "div") or (name == "pow" and any(number < 0 for number in self.numbers)):
             return _DIVISION
         if name == "mul" and self.numbers:
             return f"a factor of {max(self.numbers, key=abs):g} is too large here: {_FACTOR}"
         return next((text for names, text in _FORWARD if name in names), "")
-
-    def _has_zero(self) -> bool:
-        divisor = self.inputs[-1] if self.inputs else None
-        return divisor is not None and divisor.low <= 0.0 <= divisor.high
 
     @property
     def text(self) -> str:

@@ -241,6 +241,8 @@ def test_fault_in_a_part_that_the_loss_leaves_out_is_not_preferred() -> None:
 HINTS: dict[str, tuple[Any, str]] = {
     "rsqrt of 0": (lambda x: x * (x.square() * 1e-12).rsqrt(), "raise the eps to 1e-5"),
     "division by 0": (lambda x: x / (x * 1e-12), "raise the eps to 1e-5"),
+    "a negative power": (lambda x: x * (x.square() * 1e-12).pow(-0.25), "raise the eps to 1e-5"),
+    "a power": (lambda x: x * (x * 200.0).square().reciprocal() * 4e4, "a power: divide before it"),
     "exponential": (lambda x: x / (x.abs() * 20).exp() * (x.abs() * 20).exp(), "subtract the largest number first"),
     "a constant": (lambda x: x * 70000.0 / 70000.0, "a factor of 70000 is too large here"),
     "a row that is masked whole": (
