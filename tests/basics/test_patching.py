@@ -16,7 +16,7 @@ from mpinit.basics.patching import UndoStack
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers()), max_size=20))
 def test_any_sequence_of_patches_unwinds_to_the_start(patches: list[tuple[str, int | None]]) -> None:
-    """The ``a`` that is there is itself again, whatever it is; the ``b`` and ``c`` that are not are deleted."""
+    """Check that the undo restores the attribute ``a``, and deletes ``b`` and ``c``, which did not exist."""
     before = object()
     box = types.SimpleNamespace(a=before)
     stack = UndoStack()

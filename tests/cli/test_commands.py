@@ -91,7 +91,7 @@ def test_levels_report_a_refused_override_once(printed: Printed) -> None:
 
 
 def test_levels_show_the_type_that_is_used(printed: Printed) -> None:
-    """Where functions are not patched there is none that they run in, whatever would be taken if they were."""
+    """Check that the dtype of patched functions is None without patched functions."""
     for level, used in (("O1", "float16"), ("O4", "bfloat16"), ("O5", "None"), ("O2", "None")):
         assert cells(printed("levels", level))["patch_torch_functions_type"][0] == used
     assert "float16 " not in printed("levels", "O5").replace("bfloat16", "")

@@ -130,7 +130,7 @@ def test_groups_may_be_generators_and_gradients_missing(make: Callable[[Any], to
 
 
 def test_a_checkpoint_of_apexs_own_adam_loads() -> None:
-    """It counts steps once a group, and has none of the options that torch's optimizer has."""
+    """Load a state with step counts per group, and without torch's own options."""
     params = weights()
     optimizer = FusedAdam(params, lr=0.1)
     moments = {"exp_avg": torch.ones(3, 4), "exp_avg_sq": torch.full((3, 4), 4.0)}

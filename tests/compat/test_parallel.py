@@ -41,7 +41,7 @@ def test_sync_batchnorm_adds_and_rectifies() -> None:
 
 
 def test_compat_imports_after_torchs_norm_was_replaced() -> None:
-    """A launcher that puts a subclass with **kwargs in torch's place, and the same with torch's own arguments."""
+    """Import after a launcher has replaced torch's class by a subclass, with ``**kwargs`` or torch's arguments."""
     code = """
 import torch
 

@@ -71,7 +71,7 @@ def test_spawned_workers_find_apex_too() -> None:
 
 @pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
-    """``torchrun --nproc-per-node 2 -m mpinit run script``, with workers forked from one that has imported torch."""
+    """Run ``torchrun --nproc-per-node 2 -m mpinit run script``, with forked workers that have torch already."""
     module = tmp_path / "module.py"
     words = ["mpinit", "run", str(SCRIPTS / "distributed.py")]
     run_it = "runpy.run_module('mpinit', run_name='__main__', alter_sys=True)"

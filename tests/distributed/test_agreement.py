@@ -76,7 +76,7 @@ def test_expert_without_tokens_does_not_block_ranks(level: str) -> None:
 
 @ranks(2, ("plain",), ("mesh",))
 def test_stages_skip_together(kind: str) -> None:
-    """A pipeline: every rank trains a stage of its own, plain or sharded over a mesh of its own."""
+    """Train a pipeline: every rank has a stage of its own, plain or sharded over a mesh of its own."""
     stage: nn.Module = nn.Linear(4, 4)
     given: dict[str, Any] = {"process_group": dist.group.WORLD}
     if kind == "mesh":

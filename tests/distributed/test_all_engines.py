@@ -77,7 +77,7 @@ def test_as_by_hand(name: str, level: str) -> None:
     nightly=[("ddp", "O2", 50), ("hsdp", "O2", 50), ("tp fsdp", "O2", 50)],
 )
 def test_random_overflows(name: str, level: str, steps: int) -> None:
-    """Every rank overflows by itself now and then: all skip then, and stay one."""
+    """Let ranks overflow at random: all must skip, and have the same weights."""
     engine = engines.ENGINES[name]
     runs, model, optimizer = engines.pair(engine, level, loss_scale="dynamic", init_loss_scale=2.0**12)
     group = engines.mesh(2, 2).get_group("outer") if name == "hsdp" else dist.group.WORLD
@@ -190,7 +190,7 @@ def network(seed: int) -> nn.Module:
 
 @ranks(4, ("O1",), ("O2",), long=[("split",), ("model",)])
 def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None:
-    """It does not keep the others waiting, and is not left behind when all train on, with scales that moved since."""
+    """Check that such a rank does not block the others, and has their masters and scales afterwards."""
     rank = dist.get_rank()
     model = network(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -263,7 +263,7 @@ def test_averages_of_masters_are_one(level: str) -> None:
 
 @ranks(4, ("O2", False), ("split", True), long=[("split", False), ("O2", True), ("O1", False)])
 def test_local_sgd_under_a_wrapper(level: str, around: bool) -> None:
-    """torch's recipe: gradients are averaged in groups, models over all ranks; the masters of them, or refused."""
+    """Follow torch's recipe: gradients are averaged in groups, and masters over all ranks, or it is refused."""
     model = network(seed=0)
     inner = engines.sgd(model.parameters())
     averager = PeriodicModelAverager(period=2, warmup_steps=0)
@@ -292,7 +292,7 @@ def test_local_sgd_under_a_wrapper(level: str, around: bool) -> None:
 
 @ranks(4, ("O1",), long=[("model",)])
 def test_zero_redundancy_without_masters(level: str) -> None:
-    """Its numbers are those of the optimizer inside it; where there would be masters it is refused."""
+    """Compare with the optimizer inside it; with masters it is refused."""
     states = []
     for sharded in (False, True):
         model = network(seed=0)
@@ -317,7 +317,7 @@ def test_zero_redundancy_without_masters(level: str) -> None:
 
 @ranks(4)
 def test_memory_after_initialize() -> None:
-    """A model of the meta device gets its memory first; FSDP2's parameters stay those that they are."""
+    """Allocate a model of the meta device first; FSDP2's parameters stay the same objects."""
     for level in ("O1", "O2", "split", "model"):
         with torch.device("meta"):
             model = text()
@@ -363,7 +363,7 @@ def built(engine: engines.Engine, level: str, overflows: bool) -> Any:
 
 @ranks(4, ("ddp", "O2", "overflow", "no_sync", "checkpoint"), long=CELLS)
 def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: str) -> None:
-    """The bits of a loop by hand without the step that overflowed, O1's and O4's near float32; or refused by all."""
+    """Compare with a loop by hand without the skipped step, O1 and O4 with float32; or all ranks refuse."""
     # DDP sorts gradients into other buckets after its first step, and would not resume to the bit.
     engine = (
         replace(engines.ENGINES[name], wrap=engines.ddp(find_unused_parameters=True))

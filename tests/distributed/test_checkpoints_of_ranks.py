@@ -170,7 +170,7 @@ def test_a_state_goes_through_other_runs_and_back(*chain: str) -> None:
 
 @ranks(4, ("fsdp4 O2",), long=[("ddp4 split",)])
 def test_what_is_saved_in_the_background_is_the_state_of_that_moment(words: str) -> None:
-    """async_save, while training goes on."""
+    """Save by ``async_save`` while training continues."""
     run, folder = Run(words), folder_of_all()
     pair, state = run.build()
     run.train(pair, 0, 2)
@@ -239,7 +239,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 @ranks(4, ("fsdp4 O2",))
 def test_torchs_files_load(words: str) -> None:
-    """Without scalers, from files and as get_state_dict returned it."""
+    """Load states without scalers, from files and from ``get_state_dict``."""
     run, folder = Run(words), folder_of_all()
     pair, state = run.build()
     run.train(pair, 0, 2)
@@ -261,7 +261,7 @@ def test_torchs_files_load(words: str) -> None:
 
 @ranks(4, ("ddp4 O2",))
 def test_files_that_do_not_fit_change_nothing(words: str) -> None:
-    """dcp.load reads into the masters themselves, so it has to see it before."""
+    """Refuse wrong files before ``dcp.load`` reads into the masters themselves."""
     run, folder = Run(words), folder_of_all()
     pair, state = run.build()
     run.train(pair, 0, 2)

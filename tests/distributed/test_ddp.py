@@ -118,7 +118,7 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
 @ranks(2)
 def test_a_step_inside_of_backward_is_refused() -> None:
-    """By torch's hook, as in one process."""
+    """Step in backward by torch's hook, as in one process."""
     model, optimizer = build("O5", seed=0)
     wrapped = DistributedDataParallel(model)
     model.head.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())

@@ -67,7 +67,7 @@ def test_fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.d
 
 @ranks(2, ("O2", BF16), long=[("O2", engines.F16), ("O1", BF16)])
 def test_fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str, dtype: torch.dtype) -> None:
-    """In bfloat16 the scale is 1, and gradients are looked at when the step begins."""
+    """Check skips in float16, and in bfloat16, where gradients are checked when the step begins."""
     model = engines.sharded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
@@ -217,7 +217,7 @@ def test_undo_after_a_failed_forward(level: str) -> None:
 
 @ranks(2, ("O2",), ("O5",))
 def test_what_is_trained_is_what_is_served(level: str) -> None:
-    """Every rank's forward is, to the bit, that of a plain 16-bit model loaded from the exported checkpoint."""
+    """Compare each rank's forward, bit for bit, with a plain 16-bit model loaded from the exported checkpoint."""
     model = engines.sharded()
     optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, level, verbosity=0)
@@ -319,7 +319,7 @@ def test_shards_step_as_float32_ones_do(kind: str) -> None:
 
 @ranks(4)
 def test_both_sides_of_a_shard_are_one() -> None:
-    """What is written to a weight counts; values that come from a state dict keep all bits."""
+    """Check that writes to a weight count, and that values from a state dict keep all bits."""
     model, optimizer = split(engines.mesh(4), adam)
     train_shards(model, optimizer, range(2))
     before = engines.whole(model.state_dict())

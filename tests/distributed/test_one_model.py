@@ -78,7 +78,7 @@ def test_settings_are_compared_without_addresses() -> None:
 
 @ranks(2, ("ddp",), ("group",))
 def test_settings_in_sets_are_the_same(engine: str) -> None:
-    """A set has another order on each rank."""
+    """Compare settings with a set, whose order differs by rank."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4)], nn.Linear(4, 4))
     kept = {nn.LayerNorm, nn.BatchNorm1d, nn.GroupNorm, "0.0", "1.0", "2.0", "4"}
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}

@@ -59,7 +59,7 @@ def test_sets_differ():
 
 
 def test_ranks_have_hash_seeds_of_their_own(tmp_path: Path) -> None:
-    """What ranks compare or exchange must not depend on the order of a set."""
+    """Check that each rank has another hash seed: comparisons must not depend on the order of a set."""
     path = tmp_path / "cases_to_hash.py"
     path.write_text(SETS, encoding="utf-8")
     assert launch(path, ["test_sets_differ"]) == {"test_sets_differ": "ok"}

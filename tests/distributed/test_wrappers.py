@@ -90,7 +90,7 @@ def test_older_wrapper_of_cast_weights_is_refused(level: str, how: str) -> None:
     long=[(level, how) for level in ("O0", "O1", "O4", "model") for how in ORDERS],
 )
 def test_older_wrapper_of_float32_weights_trains(level: str, how: str) -> None:
-    """As one that is made after ``initialize``, to the bit; and its scale becomes one at the first step."""
+    """Compare, bit for bit, with a wrapper made after ``initialize``; scales agree at the first step."""
     states = []
     rank = dist.get_rank()
     for is_older in (True, False):
@@ -156,7 +156,7 @@ def assert_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @ranks(2, ("outside",), ("inside",), ("not",), long=[(how,) for how in ORDERS])
 def test_float32_reduction_when_compiled(how: str) -> None:
-    """In the first backward pass already, to the bit of a mean in float32."""
+    """Check the first backward pass already, against the bits of a mean in float32."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
@@ -171,7 +171,7 @@ def test_float32_reduction_when_compiled(how: str) -> None:
 
 @ranks(2, (False,), long=[(True,)])
 def test_float32_reduction_of_parts(compiles: bool) -> None:
-    """Each in a wrapper of its own."""
+    """Wrap each part in a wrapper of its own."""
     x = batch(dist.get_rank())
     model: Any = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -184,7 +184,7 @@ def test_float32_reduction_of_parts(compiles: bool) -> None:
 
 @ranks(3, (False, False), (True, False), long=[(False, True), (True, True)])
 def test_float32_reduction_in_join(divides_by_all: bool, is_older: bool) -> None:
-    """A rank has two batches, one has one, and one has none: the divisor is DDP's, and nothing waits."""
+    """Train ranks with two, one and no batches: the divisor is DDP's, and no rank is blocked."""
     rank = dist.get_rank()
     model = network().to(BF16 if is_older else torch.float32)
     wrapped = DistributedDataParallel(model) if is_older else None
@@ -307,7 +307,7 @@ def test_float32_values_are_sent_where_the_wrapper_sends(level: str, how: str) -
 
 @ranks(2)
 def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None:
-    """As plain DDP; what ranks were given is compared at the first step."""
+    """Check that it communicates like plain DDP; settings are compared at the first step."""
     rank = dist.get_rank()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,7 +325,7 @@ def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None
 
 @ranks(3)
 def test_end_of_join_sends_what_the_wrapper_sends() -> None:
-    """From the rank with most batches; what is ignored keeps each rank's own float32 values."""
+    """Send from the rank with most batches; ignored tensors keep each rank's own float32 values."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Named()
@@ -345,7 +345,7 @@ def test_end_of_join_sends_what_the_wrapper_sends() -> None:
 
 @ranks(2)
 def test_class_is_as_before_when_sessions_have_ended() -> None:
-    """Its methods are patched while there is a session, in whichever order sessions end."""
+    """Check that methods of the class are patched while a session lives, in any order of undos."""
     before = {name: getattr(DistributedDataParallel, name) for name in ("__init__", "_pre_forward", "join_hook")}
     models = [mpinit.initialize(network(), opt_level="O5", verbosity=0) for _ in range(3)]
     for index in (0, 2, 1):

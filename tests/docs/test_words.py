@@ -4,7 +4,17 @@ import ast
 from pathlib import Path
 
 import pytest
-from words import ROOT, banned_verb_in, findings_below, findings_in_markdown, findings_in_python
+from words import (
+    OPENINGS,
+    ROOT,
+    banned_verb_in,
+    begins_with_verb,
+    docstrings_of,
+    findings_below,
+    findings_in_markdown,
+    findings_in_python,
+    opening_of,
+)
 
 import mpinit
 
@@ -105,3 +115,14 @@ def test_imports_below_the_public_face_have_a_reason(path: Path) -> None:
     tree = ast.parse(path.read_text("utf-8"))
     text = ast.get_docstring(tree) or ""
     assert ("Below the public face:" in text) == bool(names_below_the_public_face(tree))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_docstrings_of_tests_begin_with_a_verb(path: Path) -> None:
+    found = [
+        f"{node.name}: {text.strip().splitlines()[0]}"
+        for node, _, text in docstrings_of(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if opening_of(text) in OPENINGS or not begins_with_verb(node, text)
+    ]
+    assert not found, "\n".join(found)

@@ -180,7 +180,7 @@ def test_torchscript_and_tracers_accept_wrappers(start_casts: StartCasts) -> Non
 
 @NO_LONGER_SUPPORTED
 def test_forward_mode_derivatives(start_casts: StartCasts) -> None:
-    """torch scripts decompositions for them, in which the wrapped names occur."""
+    """Compute forward-mode derivatives: torch scripts decompositions for them, which call the wrapped names."""
     x = torch.rand(3)
     want = torch.func.hessian(lambda x: (x.exp() * x).sum())(x)
     start_casts()
@@ -281,7 +281,7 @@ def test_models_of_every_kind_train_and_evaluate(name: str, lower: torch.dtype, 
 def test_evaluation_avoids_the_encoder_fast_path(
     make: Callable[[], nn.Module], lower: torch.dtype, initialize: Initialize
 ) -> None:
-    """The fused path of evaluation would run norms in 16 bits; without casts it is taken as ever."""
+    """Check that the fused path, which would run norms in 16 bits, is off with casts and on without them."""
     model, x = make(), torch.randn(2, 3, 8)
     initialize(model, patch_torch_functions_type=lower)
     training = model.train()(x)

@@ -89,7 +89,7 @@ def test_inductor_gives_the_dtypes_of_eager_mode() -> None:
 
 
 def test_a_backward_compiled_with_casts_on_around_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 + 2**-12 does not fit into float16: a product in the backward pass must stay in float32."""
+    """Check with 1 + 2**-12, which float16 does not have, that a product in the backward pass is float32."""
     weight = torch.full((1, 1), 1 + 2.0**-12)
     undo = apply(o1_plan())
     try:
@@ -119,7 +119,7 @@ def test_disable_casts_around_a_compiled_model(scope: str) -> None:
 
 
 def test_functions_compile_again_after_the_last_session() -> None:
-    """What dynamo learnt about names while wrappers stood there must not outlive them."""
+    """Check that dynamo's knowledge of wrapped names does not outlive the wrappers."""
     names = ["exp", "Tensor.exp", "softmax", "Tensor.cumsum", "bilinear", "nn.functional.bilinear", "Tensor.dot"]
     rows = [(row, f"torch.{name}") for name in names if (row := ROWS.get(f"torch.{name}")) is not None]
     assert len(rows) == len(names)

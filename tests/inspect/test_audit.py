@@ -100,7 +100,7 @@ def test_rows_say_where_each_number_lives() -> None:
 
 
 def test_a_share_is_that_of_steps_below_half_a_unit_in_the_last_place() -> None:
-    """Lion's step is its rate, so that the share follows from the weights by hand."""
+    """Compute the share by hand for Lion, whose step is its rate."""
     model = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
     for rate in (1e-2, 1e-3, 1e-4, 1e-5):
         share = mpinit.audit(model, SignDescent(model.parameters(), rate)).stuck["weight"]

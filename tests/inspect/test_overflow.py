@@ -184,7 +184,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e9])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_watch_does_not_blame_its_own_operations(lowest: float, level: str) -> None:
-    """The sum of a mask of finfo(float32).min is -inf, and so is what an inspector computes from it."""
+    """Check that a mask of finfo(float32).min, whose sum is -inf, is not reported."""
     torch.manual_seed(0)
     model = Masked()
     mpinit.initialize(model, opt_level=level, verbosity=0)
@@ -204,7 +204,7 @@ def test_watch_does_not_blame_its_own_operations(lowest: float, level: str) -> N
     ],
 )
 def test_infinite_intermediate_of_a_backward_formula_is_no_fault(harmless: Any, level: str) -> None:
-    """The derivative of a norm at 0 divides by 0, and masks what comes out."""
+    """Check that the derivative of a norm at 0, which divides by 0 and masks the result, is not reported."""
     model = deep(Parts(lambda self, x: harmless(x).to(x.dtype)))
     optimizer = start(model, level)
     with mpinit.watch_overflow(model) as watch:
@@ -214,7 +214,7 @@ def test_infinite_intermediate_of_a_backward_formula_is_no_fault(harmless: Any, 
 
 
 def test_culprit_is_named_and_not_an_earlier_harmless_infinity() -> None:
-    """The mask becomes -inf in float16 and does no harm; the squares behind it do."""
+    """Check that the squares are named, not the mask, which becomes -inf in float16 and does no harm."""
     torch.manual_seed(0)
     parts = {"attention": Masked(), "norm": Parts(lambda self, x: (x * 1e3 - x.square() * 1e9) / 1e9)}
     model = Parts(lambda self, x, mask: self.norm(self.attention(x, mask)), **parts)
@@ -265,7 +265,7 @@ def test_hint_fits_the_operation(name: str) -> None:
 
 
 def test_float32_behind_16_bit_is_not_said_to_be_innocent() -> None:
-    """A number that became 0 in float16 has a logarithm of -inf in float32; in float32 alone it has not."""
+    """Check the logarithm of a number that becomes 0 in float16: it is -inf in float32 after the cast only."""
     model = deep(Parts(lambda self, x: (x.square() * 1e-9).float().log().to(x.dtype)))
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6))

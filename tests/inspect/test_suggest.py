@@ -274,7 +274,7 @@ def test_float32_is_advised_where_o5_failed_too() -> None:
 
 
 def test_scale_is_the_one_that_training_comes_to() -> None:
-    """The first backward pass overflows at 65536 and not at 1024: these skips are no fault."""
+    """Check that skips at a scale of 65536, but not of 1024, are no fault."""
     model = mlp()
     found = mpinit.suggest(model, adam(model), lambda m, o: step(m, o) * 30.0)
     assert (found.level, found.keep_fp32) == ("O2", [])
@@ -308,7 +308,7 @@ def test_patterns_name_modules_of_one_class_and_place_only() -> None:
 
 
 def test_harmless_infinity_of_a_backward_formula_does_not_end_the_search() -> None:
-    """A norm at 0 has a derivative of 0/0, which its formula masks: float32 is all right, and so are the levels."""
+    """Check that a norm at 0, whose formula masks a derivative of 0/0, is no fault at any level."""
     model = Parts(lambda self, x: self.body(x) + torch.linalg.vector_norm(x * 0, dim=-1, keepdim=True), body=mlp())
     found = mpinit.suggest(model, adam(model), step)
     assert (found.level, found.findings) == ("O2", ())

@@ -128,7 +128,7 @@ def test_a_float32_number_comes_back_bit_for_bit(bits: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 2**23 - 1), min_size=1), st.booleans())
 def test_every_nan_stays_one(mantissas: list[int], is_negative: bool) -> None:
-    """Those of CUDA have all bits set, and rounding one up goes beyond the largest whole number."""
+    """Round nans with all bits set, as CUDA's have: rounding up must not overflow the largest whole number."""
     sign = -(2**31) if is_negative else 0
     values = torch.tensor([0x7F800000 + each + sign for each in [*mantissas, 2**23 - 1]], dtype=torch.int32)
     weight, rest = parts(values.view(torch.float32))

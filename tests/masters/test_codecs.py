@@ -85,7 +85,7 @@ def test_rounding_is_right_on_average(codec: Codec, kind: str) -> None:
 
 @each
 def test_slow_average_converges(codec: Codec) -> None:
-    """0.999 of a bfloat16 number rounds to that number: to nearest, Adam's second moment would stay where it is."""
+    """Check that an average converges, which would never change if it were rounded to nearest."""
     states = torch.ones(4096)
     target = torch.full((4096,), 0.25)
     for _ in range(1500):

@@ -54,7 +54,7 @@ def test_every_mantissa_comes_back(negative: bool) -> None:
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_every_exponent_comes_back(negative: bool) -> None:
-    """Of denormal numbers, too, of which error correction leaves thousands off."""
+    """Check denormal numbers too, for which error correction is wrong thousands of times."""
     some = MANTISSAS[:: (1 << 12) + 1]
     values = torch.cat([floats(exponent, some, negative) for exponent in range(-127, 128)])
     values = values[values.bfloat16().isfinite()]
@@ -62,7 +62,7 @@ def test_every_exponent_comes_back(negative: bool) -> None:
 
 
 def test_small_updates_do_not_drift() -> None:
-    """100 cycles of a small update: what is read back is float32's, bit for bit."""
+    """Apply a small update 100 times, and compare with float32, bit for bit."""
     chance = torch.Generator().manual_seed(42)
     values = torch.randn(1024, generator=chance)
     model, _ = split_of(values)
@@ -103,7 +103,7 @@ def test_masters_are_those_of_float32s_adam_and_weights_their_roundings(kind: An
 @pytest.mark.parametrize(("codec", "least"), [(Minifloat(), 0.999), (BFloat16(), 0.99999)], ids=["int8", "bfloat16"])
 @pytest.mark.parametrize("moment", ["first", "second"])
 def test_codes_point_where_the_moments_do(codec: Any, least: float, moment: str) -> None:
-    """flashoptim asks for a cosine of 0.9999, which int8 misses by a little (0.9994)."""
+    """Compare directions: flashoptim requires a cosine of 0.9999; int8 has 0.9994."""
     torch.manual_seed(0)
     values = torch.randn(1 << 16) * torch.rand(1 << 16)
     values = values if moment == "first" else values.square()

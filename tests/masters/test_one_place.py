@@ -121,7 +121,7 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
 @pytest.mark.parametrize("rows", [8, 128, 127, 1021])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_moved_through_numpy_are_stepped_where_they_are(dtype: torch.dtype, rows: int) -> None:
-    """torch counts no such write, and none of the 64-bit words is another: they are in other places."""
+    """Swap slices through numpy, which torch does not count; all 64-bit words are the same, in other places."""
     model = nn.Linear(64, rows, bias=False)
     optimizer = RMSprop(model.parameters(), lr=0.0)
     mpinit.initialize(model, optimizer, **keywords("O2", dtype))

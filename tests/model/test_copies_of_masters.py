@@ -223,7 +223,7 @@ def test_a_model_compiled_before_initialize_follows_it() -> None:
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("more", [{}, {"master_weights": "split"}, {"optimizer_state": "int8"}], ids=str)
 def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[str, Any], first: str) -> None:
-    """As the original does in plain torch, after undo."""
+    """Compare with the original in plain torch, after undo."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -249,7 +249,7 @@ def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[st
 
 
 def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
-    """It has no session, and can be given to a new one with its model."""
+    """Check that it has no session, and can be passed to ``initialize`` with its model."""
     model = nn.Linear(16, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)

@@ -97,7 +97,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_training_has_the_numbers_of_one_model(asked: str, copies: None) -> None:
-    """Each replica has its own weights, in the dtypes that the model computes in."""
+    """Check that each replica has its own weights, in the dtypes in which the model computes."""
     results = []
     for forward in (data_parallel, in_one):
         model = Net()
@@ -159,7 +159,7 @@ def test_replicas_after_an_undo_are_plain(copies: None) -> None:
 
 
 def test_a_forward_of_the_instance_runs_on_the_replica(copies: None) -> None:
-    """As in plain torch, where it is bound to the module that it was made for: here to the replica."""
+    """Check that the method is bound to the replica."""
     model: Any = Net()
     own = type(model).forward
     model.forward = (lambda self, x: own(self, x) * 2).__get__(model)

@@ -123,7 +123,7 @@ PARTIAL: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("kind", PARTIAL)
 def test_writes_to_a_state_dict_are_applied(kind: str, trains: bool) -> None:
-    """The loop that loads what fits: ``own = model.state_dict(); own[name].copy_(value)``."""
+    """Run the loop that loads matching entries: ``own = model.state_dict(); own[name].copy_(value)``."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].requires_grad_(False)
     model.register_buffer("table", torch.randn(4))

@@ -118,7 +118,7 @@ def test_parts_and_the_whole_are_evaluated_in_threads(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "split", "model"])
 def test_first_forwards_after_a_write_to_handed_out_values_see_it_in_all_threads(level: str) -> None:
-    """One of the threads applies it, and the others wait for that."""
+    """Check that one thread applies the write, and the others wait for it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).eval()
     initialized(level, model)
@@ -180,7 +180,7 @@ def test_evaluation_that_begins_after_a_step_has_the_new_weights_or_is_refused()
 
 
 def test_weights_that_a_hook_computes_are_evaluated_by_one_thread_or_refused() -> None:
-    """The hook writes to the module, with every call."""
+    """Run a hook that writes to the module at every call."""
     model = prune.random_unstructured(nn.Linear(4, 2), "weight", 0.5)
     initialized("model", model)
     with torch.no_grad():

@@ -160,7 +160,7 @@ class Slow(nn.Linear):
 
 @pytest.mark.parametrize("of_part", [True, False])
 def test_a_forward_that_another_thread_runs_is_not_run_here_too(of_part: bool) -> None:
-    """Its model, or a part of it: refused, and right once the other has ended."""
+    """Run a model, or a part of it, in two threads: it is refused, and works when the other has ended."""
     slow = Slow()
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), slow)
     optimizer = start(model)

@@ -66,7 +66,7 @@ def error(model: nn.Module, expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_sum_of_many_equal_passes(way: str, kind: str) -> None:
-    """In bfloat16 half of the sum was missing."""
+    """Compare the sum with float32's: in bfloat16 half of it was missing."""
     batch = batches(1)[0]
     model, optimizer = split(**KINDS[kind])
     for _ in range(COUNT):

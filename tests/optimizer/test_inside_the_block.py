@@ -95,7 +95,7 @@ def test_what_autograd_writes_is_not_warned_of(level: str) -> None:
 
 @pytest.mark.parametrize("is_error", [False, True])
 def test_gradients_are_unscaled_all_the_same(is_error: bool) -> None:
-    """A warning that is an error leaves nothing half done."""
+    """Check that a warning that is raised as an error leaves the state complete."""
     found = []
     for clips in (False, True):
         model, optimizer = started()

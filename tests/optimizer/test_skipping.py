@@ -135,7 +135,7 @@ def test_too_many_skips_in_a_row_name_the_parameters(level: str) -> None:
 
 @pytest.mark.parametrize("level", SCALING)
 def test_third_skip_in_a_row_is_logged_with_its_kind(level: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning, which Python shows without any configuration of logging; once in each row of skips."""
+    """Check that it is a warning, which logging shows without configuration, once per row of skips."""
     model, optimizer = started(level)
 
     def bad_loss() -> None:
@@ -167,7 +167,7 @@ def test_third_skip_in_a_row_is_logged_with_its_kind(level: str, caplog: pytest.
 
 
 def test_report_where_every_gradient_is_bad_has_no_module_and_no_cure() -> None:
-    """A nan in a padded row, which the loss leaves out, spoils the gradients of every module behind it."""
+    """Check the report of a nan in a padded row, which makes the gradients of all later modules nan."""
     model, optimizer = started("O2")
     x = torch.ones(2, 6, device=device())
     x[1] = float("nan")

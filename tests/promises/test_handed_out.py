@@ -218,7 +218,7 @@ def test_every_write_that_torch_counts_to_an_entry_counts(kind: str, write: str,
 
 @every_kind
 def test_entry_is_written_and_read_several_times(kind: str) -> None:
-    """As long as nobody else moves the weight, an entry is as good as the weight."""
+    """Write and read an entry several times: until the weight changes, it is equal to the weight."""
     training = trained(kind)
     state = training.state_dict(keep=True)
     for write in ("mul_", "a slice", "clamp_"):
@@ -232,7 +232,7 @@ def test_entry_is_written_and_read_several_times(kind: str) -> None:
 
 @float16_too
 def test_state_dict_clamped_in_every_iteration_trains_as_float32(kind: str) -> None:
-    """The loop of a WGAN that clamps entries, of a state dict of each iteration."""
+    """Train a WGAN that clamps the entries of a new state dict in each iteration."""
     training = trained(kind, adamw)
     for _ in range(3):
         state = training.state_dict(keep=True)
@@ -545,7 +545,7 @@ WAYS_OF_CLIPPING: dict[str, Callable[[Training, list[Any]], Any]] = {
 @pytest.mark.parametrize("way", WAYS_OF_CLIPPING)
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_clipping_counts_in_every_iteration(kind: str, way: str, is_plain: bool) -> None:
-    """After a backward pass without ``scale_loss``, too, where the level needs none."""
+    """Check gradients after a backward pass without ``scale_loss``, at levels that do not need it."""
     if is_plain and (kind == "full16" or way.startswith("kept")):
         pytest.skip("gradients would be scaled; kept masters get theirs with the next query")
     training = Training(kind)
@@ -634,7 +634,7 @@ def test_gradient_changed_on_either_side_counts(kind: str, side: str, how: str, 
 
 @every_kind
 def test_gradients_cleared_through_kept_masters_are_cleared(kind: str) -> None:
-    """The loop of apex's scripts: ``for p in masters: p.grad = None`` at the top of each iteration."""
+    """Run the loop of apex's scripts: ``for p in masters: p.grad = None`` at the top of each iteration."""
     training = trained(kind)
     kept = training.masters()
     for _ in range(3):
@@ -976,7 +976,7 @@ def test_gradients_are_carried_back(kind: str, how: str) -> None:
 
 @every_kind
 def test_backward_pass_inside_leaves_its_gradients(kind: str) -> None:
-    """A forward and backward pass in float32, without ``scale_loss``, as of an evaluation of gradients."""
+    """Run a forward and backward pass in float32, without ``scale_loss``."""
     if kind == "full16":
         pytest.skip("gradients would come unscaled while a scale is 8")
     training = trained(kind)
@@ -1247,7 +1247,7 @@ def test_kept_masters_work_after_a_block(kind: str) -> None:
 @pytest.mark.parametrize(("make", "is_large"), [(sgd, False), (adamw, False), (sgd, True)])
 @pytest.mark.parametrize("looks", [False, True])
 def test_transposed_square_weight_trains_as_float32(kind: str, make: Any, looks: bool, is_large: bool) -> None:
-    """``weight.data = weight.data.t()``: the same memory with other strides.
+    """Set ``weight.data = weight.data.t()``: the same memory with other strides.
 
     Low bits may stay at their places, as the law of masters has it, or move along.
     """
@@ -1376,7 +1376,7 @@ class Embedded(nn.Module):
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("looks", [False, True])
 def test_table_resized_before_the_first_step_trains_as_float32(kind: str, make: Any, looks: bool) -> None:
-    """``resize_token_embeddings`` of transformers: the same parameter, whose ``data`` has another shape."""
+    """Call transformers' ``resize_token_embeddings``: the parameter's ``data`` gets another shape."""
     training = Training(kind, make, model=Embedded())
     if looks:
         training.check()
@@ -1524,7 +1524,7 @@ def test_random_sequences_equal_the_oracle(kind: str) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", STORES)
 def test_20000_random_sequences_equal_the_oracle(kind: str, part: int) -> None:
-    """In parts, which workers run side by side; each draws sequences of its own."""
+    """Run parts of the sequences, which workers run in parallel; each draws its own."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: HandedOut(kind),
         settings=settings(max_examples=RUNS // PARTS // len(STORES), stateful_step_count=16, **COMMON),

@@ -65,7 +65,7 @@ TOO_LARGE: set[str] = set()
 
 
 def test_no_class_of_the_core_has_more_than_20_methods() -> None:
-    """A property and its setter are one."""
+    """Count methods; a property and its setter are one."""
     faces = tuple(f"mpinit.{name}." for name in ("cli", "compat", "integrations"))
     found = set()
     for cls in classes():

@@ -65,7 +65,7 @@ def test_300_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, int
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_100000_random_runs_keep_the_law(part: int) -> None:
-    """In parts of seeds of their own, which workers take side by side."""
+    """Run parts with seeds of their own, which workers run in parallel."""
     runs = given(st.sampled_from(SETUPS), ACTIONS)(play)
     runs = settings(max_examples=int(RUNS or 100_000) // PARTS, **COMMON)(runs)
     if RUNS is None:
@@ -133,6 +133,6 @@ def test_recorded_runs_keep_the_law(name: str) -> None:
 @pytest.mark.parametrize("how", [how for how in WRITES if f"write {how}" not in UNSEEN])
 @pytest.mark.parametrize("setup", [Setup(loss_scale=8.0, **each) for each in (FULL, FULL | FLOAT16, SPLIT)], ids=str)
 def test_every_write_between_a_backward_pass_and_a_step_counts(setup: Setup, how: str, number: int) -> None:
-    """Nothing looks at the numbers meanwhile; ``number`` picks the weight."""
+    """Write to weight ``number`` between backward and step, without reading any number."""
     write = [("backward", 0), (f"write {how}", number), ("step", 0)]
     play(setup, [*write, *write])

@@ -141,7 +141,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_good_step_copies_nothing_and_reads_one_number_at_most(kind: str, way: str, sim: torch.device) -> None:
-    """The verdict on an overflow: none where the scale does not move, none where the kernel skips by itself."""
+    """Count reads: one for the overflow, and none with a static scale or a kernel that skips by itself."""
     training = Training(kind, way).run(3)
     batch = images(1)[0]
     with simulated_device.counted() as found:
@@ -174,7 +174,7 @@ def test_clipping_and_accumulation_need_no_sync(kind: str, clip: str, sim: torch
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["O1", "model"])
 def test_compiled_models_train_alike(kind: str, sim: torch.device) -> None:
-    """By torch's own operations; of its code generator, Inductor, it says that there is none for this device."""
+    """Compile to torch's own operations, because Inductor has no code generator for this device."""
     plain, compiled, generated = Training(kind), Training(kind), Training(kind)
     compiled.model.compile(backend="aot_eager", fullgraph=True)
     same(compiled.run(3).numbers(), plain.run(3).numbers())
@@ -196,7 +196,7 @@ def test_run_continues_on_another_device(kind: str, first: str, then: str, sim: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("write", [False, True], ids=["weight", "master too"])
 def test_write_through_data_counts_with_exposed_masters(write: bool, sim: torch.device) -> None:
-    """torch counts neither; without a look at the numbers neither may be lost, also once the data was read before."""
+    """Write through ``data``, which torch does not count: no write may be lost, also if it was read before."""
     training = Training("O5").run(1)
     weight = training.model[-1].weight
     for _ in range(2):

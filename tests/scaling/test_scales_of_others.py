@@ -85,7 +85,7 @@ def test_scales_of_deepspeed(scenario: str) -> None:
 
 
 def test_growth_is_one_step_earlier_than_deepspeeds() -> None:
-    """DeepSpeed's first good step after an overflow, or of all, does not count; with torch it does."""
+    """Compare with DeepSpeed, whose first good step after an overflow does not count, unlike torch's."""
     theirs = [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
     ours = [scale / START for scale in trace("." * 10, growth_interval=2)]
     assert ours[:-1] == theirs[1:]
@@ -95,7 +95,7 @@ def test_growth_is_one_step_earlier_than_deepspeeds() -> None:
 
 
 def test_good_steps_do_not_fill_hysteresis_up() -> None:
-    """DeepSpeed's ``consecutive_hysteresis`` does, so that single overflows never lower the scale there."""
+    """Compare with DeepSpeed's ``consecutive_hysteresis``, where single overflows never lower the scale."""
     assert [scale / START for scale in trace("i.i.i.", hysteresis=2)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
