@@ -156,15 +156,15 @@ _OF_THE_MODEL = ("base_layer", "base_model", "model", "original_module", "module
 def _tuned(model: Any) -> list[str]:
     """List the trained weights that PEFT has added, and feeds in float32."""
     found = []
-    left: list[tuple[str, Any, bool]] = [("", model, True)]
-    while left:
-        path, module, is_added = left.pop()
+    pending: list[tuple[str, Any, bool]] = [("", model, True)]
+    while pending:
+        path, module, is_added = pending.pop()
         is_added = is_added or type(module).__module__.startswith("peft.")
         if is_added:
             own = module.named_parameters(path, recurse=False)
             found += [name for name, weight in own if weight.requires_grad]
         for name, child in module.named_children():
-            left.append((f"{path}.{name}" if path else name, child, is_added and name not in _OF_THE_MODEL))
+            pending.append((f"{path}.{name}" if path else name, child, is_added and name not in _OF_THE_MODEL))
     return found
 
 

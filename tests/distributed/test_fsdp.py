@@ -491,7 +491,7 @@ def two_passes(kept: str, first: str) -> tuple[list[Tensor], list[Tensor]]:
     long=[(kept, first) for kept in ("whole", "part") for first in ("a plain one", "one before its scale moved")],
 )
 def test_gradients_that_are_reduced_together_have_one_scale(kept: str, first: str) -> None:
-    """The pass before kept its gradients, of another loss, say: each counts once."""
+    """Keep the gradients of an earlier pass, such as of another loss: each counts once."""
     ours, expected = two_passes(kept, first)
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=2e-2)
@@ -500,7 +500,7 @@ def test_gradients_that_are_reduced_together_have_one_scale(kept: str, first: st
 
 @ranks(2)
 def test_overflow_of_kept_gradients_lowers_the_scale_of_their_loss() -> None:
-    """On all ranks, which skip the step, and go on."""
+    """Check that all ranks skip the step, and continue."""
     model: Any = engines.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, verbosity=0)

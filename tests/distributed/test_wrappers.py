@@ -401,7 +401,7 @@ def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
 
 @ranks(2, *CHOSEN[:: len(CHOSEN) // 4], long=CHOSEN, nightly=MATRIX)
 def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: str) -> None:
-    """The bits of a loop by hand, O1's and O4's near float32, on all ranks; or refused on all of them at once."""
+    """Compare with a loop by hand, O1 and O4 with float32, on all ranks; or all ranks refuse."""
     rank, counts = dist.get_rank(), JOINS[joins]
     model = network()
     found = compiled(model, how, DistributedDataParallel) if age == "older" else None
@@ -439,7 +439,7 @@ def collectives() -> int:
 
 @ranks(2, ("O2", ""), ("O1", ""), long=[("O5", ""), ("split", ""), ("model", ""), ("O4", ""), ("O2", "float32")])
 def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> None:
-    """From the second step on, also under a wrapper that is older than the session."""
+    """Count from the second step on, also under a wrapper that is older than the session."""
     counts = []
     for kind in ("plain", "newer", "older") if level in ("O1", "O4", "model") else ("plain", "newer"):
         model = network()
