@@ -62,6 +62,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "See what precision does": (
         "describe",
+        "changes",
         "audit",
         "fidelity",
         "explain",
@@ -75,6 +76,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "optimizer.overflow_log.OverflowReport",
         "inspect.overflow.OverflowWatch",
         "inspect.faults.Fault",
+        "inspect.changes.Change",
         "inspect.audit.Audit",
         "inspect.audit.AuditRow",
         "inspect.fidelity.Fidelity",

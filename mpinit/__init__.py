@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .amp import *  # noqa: F403 - its __all__ spells the names out
     from .compat import install_as_apex as install_as_apex
     from .inspect.audit import audit as audit
+    from .inspect.changes import changes as changes
     from .inspect.explain import explain as explain
     from .inspect.fidelity import fidelity as fidelity
     from .inspect.overflow import overflow_report as overflow_report
@@ -35,6 +36,7 @@ else:
     _LATER = {
         "install_as_apex": "mpinit.compat",
         "audit": "mpinit.inspect.audit",
+        "changes": "mpinit.inspect.changes",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
         "overflow_report": "mpinit.inspect.overflow",
@@ -45,9 +47,10 @@ else:
     # Names that release 0.2.0 had, and what replaces each.
     _REMOVED = {
         "broadcast_masters": "mpinit.TrainState does it, with StateDictOptions(broadcast_from_rank0=True)",
-        "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
-        "gradient_histogram": "torch.frexp gives exponents: `Where gradients lie` in docs/explanation/loss-scaling.md",
-        "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, compare with copies of the weights",
+        "History": "in the loop `history.append((mpinit.loss_scale(optimizer), mpinit.step_was_skipped(optimizer)))`",
+        "gradient_histogram": "`torch.frexp(parameter.grad).exponent.unique(return_counts=True)` counts its exponents",
+        "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, `with mpinit.changes(optimizer) as "
+        "changed: optimizer.step()`: weights that no `changed` names have not moved",
     }
 
     def __getattr__(name: str) -> object:

@@ -34,7 +34,7 @@ FUNCTIONS = {
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {
-    *("audit", "explain", "fidelity"),
+    *("audit", "changes", "explain", "fidelity"),
     *("overflow_report", "suggest", "watch_overflow"),
 }
 

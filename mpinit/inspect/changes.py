@@ -1,0 +1,87 @@
+"""The numbers of an optimizer's weights that a step has changed: in 16 bits, most steps change few."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from .. import registry
+from ..distributed.sharding import local
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """The numbers of one weight that have changed.
+
+    Attributes:
+        name: the weight's dotted name in its model.
+        indices: positions in the flattened weight, int64, ascending; of a sharded weight in this rank's shard.
+        values: the numbers there now, in the weight's dtype; as many as ``indices``.
+    """
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+@contextmanager
+def changes(optimizer: Optimizer) -> Iterator[list[Change]]:
+    """Find which numbers of an optimizer's weights change inside a ``with`` block, exact to the bit.
+
+    Use it to send weights to an inference server after each step, in reinforcement learning for instance.
+    ``weight.view(-1)[indices] = values`` applies a change. The block keeps a copy of the weights and compares at its
+    end. A step outside of a block costs nothing more.
+
+    Args:
+        optimizer: an initialised optimizer.
+
+    Yields:
+        A list that is empty inside the block, and has one :class:`Change` for each changed weight after it.
+
+    Raises:
+        RuntimeError: the optimizer is not initialised.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model.load_state_dict({"weight": torch.tensor([[1.0, 1e-6]])})
+        <All keys matched successfully>
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> with mpinit.changes(optimizer) as changed:
+        ...     optimizer.step()
+        >>> [(each.name, each.indices.tolist()) for each in changed]  # 1 - 1e-4 is 1 in bfloat16
+        [('weight', [1])]
+        >>> mpinit.undo(model)
+    """
+    session = registry.session_of(optimizer)
+    managed = session.managed.find(registry.unwrapped(optimizer))
+    session.values.apply_writes()
+    weights = managed.parameters()
+    before = [_bits(weight).clone() for weight in weights]
+    found: list[Change] = []
+    yield found
+    session.values.apply_writes()
+    for weight, old in zip(weights, before, strict=True):
+        now = _bits(weight)
+        if now.shape != old.shape or now.dtype != old.dtype:
+            raise RuntimeError(
+                f"{session.masters.names.of(weight)!r} has another shape or dtype than at the beginning of `with "
+                "mpinit.changes(optimizer)`: put steps inside of the block, and other changes outside"
+            )
+        indices = (now != old).nonzero().squeeze(1)
+        if indices.numel():
+            values = local(weight.detach()).reshape(-1)[indices]
+            found.append(Change(session.masters.names.of(weight), indices, values))
+
+
+def _bits(weight: torch.Tensor) -> torch.Tensor:
+    """View the numbers of a weight, in this process, as flat integers."""
+    flat = local(weight.detach()).reshape(-1)
+    return flat.view(_BITS[flat.element_size()])
