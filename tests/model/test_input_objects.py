@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks import needs
 from models import Parts, quietly
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -128,7 +129,7 @@ def test_packed_sequences_give_float32s_numbers() -> None:
 
 
 def graphs() -> Any:
-    data = pytest.importorskip("torch_geometric.data")
+    data = needs("torch_geometric.data")
     generator = torch.Generator().manual_seed(0)
     edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
     many = [data.Data(x=torch.randn(3, 4, generator=generator), edge_index=edges, y=torch.arange(3)) for _ in range(2)]
@@ -175,7 +176,7 @@ def test_graphs_without_floating_tensors_are_passed_as_they_are() -> None:
 
 
 def test_tensordicts_are_cast() -> None:
-    tensordict = pytest.importorskip("tensordict")
+    tensordict = needs("tensordict")
     given = tensordict.TensorDict({"x": torch.randn(2, 3), "n": {"ids": torch.arange(2)}}, batch_size=[2])
 
     def forward(self: Any, batch: Any) -> Any:
@@ -189,14 +190,14 @@ def test_tensordicts_are_cast() -> None:
 
 
 def test_batch_encodings_of_transformers_are_cast() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     given = transformers.BatchEncoding({"pixels": torch.randn(2, 3), "ids": torch.arange(2)})
     model = quietly(Parts(lambda self, batch: self.linear(batch["pixels"]), linear=nn.Linear(3, 2)))
     assert model(given).dtype is F32 and given["pixels"].dtype is F32
 
 
 def test_caches_of_transformers_stay_the_callers() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     cache = transformers.DynamicCache()
     cache.update(torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4), 0)
 

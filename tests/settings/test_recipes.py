@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, tiny_model
+from frameworks import let_torchvision_load, needs, tiny_model
 from torch import Tensor, nn
 
 import mpinit
@@ -60,7 +60,7 @@ def test_each_recipe_keeps_what_it_is_named_after() -> None:
 
 def test_rotary_tables_and_heads_of_a_llama() -> None:
     let_torchvision_load()
-    pytest.importorskip("transformers")
+    needs("transformers")
     model = tiny_model("llama").eval()
     ids = torch.arange(16)[None] % 32
     expected = model(ids).logits

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,9 @@ def needs(name: str) -> Any:
     """
     if not is_installed(name):
         pytest.skip(f"{name.partition('.')[0]} is not installed", allow_module_level=True)
-    return importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a package deprecates; as pytest.importorskip does
+        return importlib.import_module(name)
 
 
 def marks_for(*packages: str) -> list[pytest.MarkDecorator]:
