@@ -466,7 +466,7 @@ def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> 
 
 @ranks(2)
 def test_float32_reduction_without_buckets_is_refused() -> None:
-    """torch.compile's own reducer calls hooks with single gradients."""
+    """Refuse torch.compile's own reducer, which calls hooks with single gradients."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
