@@ -56,7 +56,8 @@ class ByHand:
         for index, weight in enumerate(self.model.parameters()):
             before = self.gradients[index]
             fresh = weight.grad.to(held) / scale  # type: ignore[union-attr]
-            self.gradients[index] = fresh if before is None else before + fresh
+            # Those of split masters are bfloat16 after one pass, and their sums float32.
+            self.gradients[index] = fresh if before is None else before.float() + fresh.float()
         return loss.detach()
 
     def clip(self, norm: float) -> None:
