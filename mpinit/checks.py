@@ -303,8 +303,10 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     elif plan.scaling.dynamic and is_distributed():
         meshes = meshes_of([parameter for _, parameter in index.parameters])
         world = torch.distributed.get_world_size()
-        # The number of ranks that a verdict over the meshes can reach.
+        # The number of ranks that a verdict over the meshes can reach; where meshes overlap, those of the largest.
         reached = math.prod(map(torch.distributed.get_world_size, groups_of(meshes)))
+        if reached > world:
+            reached = max(mesh.size() for mesh in meshes)
         if meshes and reached < world:
             raise ValueError(
                 f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss "

@@ -153,7 +153,9 @@ class Session:
             state.begin(WrittenState(places), self.forwards, kept, self.forward_guard, self.verbosity >= 1)
         self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         casts = self.values.casts if selected.changes else None
-        self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
+        trains = bool(self.optimizers) or self.managed.awaits
+        changed = [*selected.changes, *widened]
+        self.ranks.watch(changed, casts, self._settings_to_compare(), trains, self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
         if plan.makes_masters:

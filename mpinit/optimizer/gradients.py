@@ -90,11 +90,15 @@ class Gradients:
         return is_empty
 
     @torch.no_grad()
-    def unscale(self, scaler: LossScaler, done: Done, is_block: bool = True) -> torch.Tensor | None:
+    def unscale(
+        self, scaler: LossScaler, done: Done, is_block: bool = True, keeps_checks: bool = True
+    ) -> torch.Tensor | None:
         """Unscale the gradients after a backward pass, and check them where steps are skipped.
 
         Args:
             is_block: whether a ``scale_loss`` block ends; else a GradScaler unscales them.
+            keeps_checks: whether an overflow that an earlier check found still counts. It does not where that was of
+                this rank's gradients alone, and these have been reduced over all ranks since.
 
         Returns:
             Whether this pass overflowed, 0-dimensional; None without gradients or a check.
@@ -108,17 +112,18 @@ class Gradients:
             return None
         with _dropped_on_error(self):
             found_inf = self._unscale(scaler, done)
-            before, hidden = state.found_inf, state.hidden
+            earlier = state.found_inf if keeps_checks else None
+            before, hidden = earlier, state.hidden
             if before is not None and hidden is not None and found_inf is not None:
                 # An overflow that was visible at the start of the block is checked again, unless cleared in it.
                 before = before * hidden
             known = any_of([before, found_inf])
             marks, versions = _marks(known, self.weights) if has_gradients else ((), ())
             self.state = unscaled(state, scaler, known, marks, versions, has_gradients)
-        if state.found_inf is None or found_inf is None:
+        if earlier is None or found_inf is None:
             return found_inf
         # An overflow from before is in the sums, and not an overflow of this loss.
-        return found_inf * (state.found_inf == 0)
+        return found_inf * (earlier == 0)
 
     def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
         fresh = _in_kept_dtype(self.weights, self._masters)
@@ -198,6 +203,26 @@ class Gradients:
             return False
         known = [mark() for mark in state.checked]
         return are_same(known, present) and tuple(versions_of(present)) == state.versions
+
+    def decide(self, found_inf: torch.Tensor) -> None:
+        """Replace what a check found by the verdict of all ranks."""
+        marks, versions = _marks(found_inf, self.weights)
+        self.state = states.agreed(self.state, found_inf)._replace(checked=marks, versions=versions)
+
+    def are_decided(self) -> bool:
+        """Return whether there is a verdict of all ranks for the gradients, and none of them is new."""
+        return self.state.agreed and not (have_grads(self.weights) and _are_new(self.state.checked, self.weights))
+
+    def were_dropped(self) -> bool:
+        """Return whether the gradients of a loss are gone, and no step was called for them."""
+        state = self.state
+        if state.phase is not Phase.UNSCALED:
+            return False
+        if not have_grads(self.weights):
+            return True
+        found_inf = state.found_inf
+        overflowed = found_inf is not None and reads_without_sync(found_inf.device) and found_inf.item() > 0
+        return overflowed and largest(self.present(), self.weights[0].device).item() == 0
 
     def share(self, found_inf: torch.Tensor) -> None:
         """Let an overflow in the gradients of other optimizers count for these, too."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
+from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import ACTIVE_CASTS, renew_casts
@@ -24,7 +25,7 @@ from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.running import reads_without_sync
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .closures import FIRST, SECOND, Closure, ClosureSteps, SamSteps
-from .gradient_state import Phase, agreed, loss_reached_none
+from .gradient_state import Phase, agreed, cleared, loss_reached_none
 from .gradients import Gradients
 from .members import Members
 from .ranks import Ranks
@@ -42,6 +43,7 @@ class Shared:
     Attributes:
         members: those of each optimizer, from :meth:`ManagedOptimizer.list_members` on.
         kept: the modules that stay float32 for state that their forwards write to.
+        checks: those of each optimizer that were made.
     """
 
     plan: Plan
@@ -50,6 +52,7 @@ class Shared:
     states: EncodedStates | None
     members: list[Members]
     kept: KeptState
+    checks: list[GradientChecks] = field(default_factory=list)
 
 
 class Decision(enum.Enum):
@@ -112,7 +115,10 @@ class ManagedOptimizer:
     @functools.cached_property
     def checks(self) -> GradientChecks:
         """The checks of gradients before they are used."""
-        return GradientChecks(self.members, self.gradients, self.shared.plan.scaling, self.shared.ranks)
+        shared = self.shared
+        made = GradientChecks(self.members, self.gradients, shared.plan.scaling, shared.ranks, shared.checks)
+        shared.checks.append(made)
+        return made
 
     @functools.cached_property
     def skips(self) -> Skips:
@@ -260,6 +266,16 @@ class ManagedOptimizer:
         return self.members.parameters()
 
 
+def before_backward(managed: ManagedOptimizer) -> None:
+    """Prepare for the backward pass of a scaled loss, and count a step that was left out after an overflow."""
+    checks, gradients = managed.checks, managed.gradients
+    checks.before_backward()
+    if checks.awaits_step and gradients.were_dropped():
+        if checks.agree_without_step():
+            managed._skip()
+        gradients.apply(cleared)
+
+
 # -- its patched methods ----------------------------------------------------------------------------------------------
 
 
@@ -272,6 +288,8 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
     """
     optimizer, inner, known = managed.optimizer, managed.own.inner, managed.reference
     managed.list_members()
+    if is_distributed():
+        _ = managed.checks  # listed, because one verdict of stages is for all optimizers
 
     def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         if self is not known():

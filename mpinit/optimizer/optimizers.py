@@ -127,6 +127,8 @@ class ManagedOptimizers:
             self._patch(managed, undos, owner)
         else:
             count_by_hooks(managed, optimizer, undos, owner)
+        if is_distributed():
+            self.shared.ranks.overflow.groups()
 
     def _patch(self, managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
         managed.members.sync_groups()
@@ -152,6 +154,8 @@ class ManagedOptimizers:
             for master in each.masters if id(each) not in known else ():
                 master.optimizers -= 1
         members[:] = [each for each in members if id(each) in known]
+        checks = {id(managed.checks) for managed in self if "checks" in vars(managed)}
+        self.shared.checks[:] = [each for each in self.shared.checks if id(each) in checks]
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 

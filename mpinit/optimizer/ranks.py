@@ -1,6 +1,5 @@
 """The agreement of several processes: on settings, float32 values, whether a step is done, and loss scales."""
 
-import enum
 import functools
 import time
 import weakref
@@ -12,13 +11,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.patching import Undo, UndoStack, for_each
-from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, ranks_agree, union
+from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree, union
 from ..distributed.replicas import (
     WRAPPERS,
     Event,
     broadcast,
     delayed_by,
-    hooks_of,
     is_joining,
     reduce_in_float32,
     reduced_by,
@@ -26,15 +24,16 @@ from ..distributed.replicas import (
     synced_by,
     syncs_when_made,
 )
-from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed, is_sharded
+from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed
+from ..distributed.stages import Stages
 from ..model.boundary import ForwardGuard
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
-from .gradient_state import agreed
-from .gradients import Gradients
 from .members import Members
+from .overflow_agreement import OverflowAgreement
 from .unreduced import UnreducedGradients
+from .wrappers import Wrappers, WrapperStatus
 
 # Compared beside the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
@@ -55,64 +54,15 @@ _INSIDE_BACKWARD: Final = (
     "optimizer.step() was called inside of backward(), and gradients are added up over ranks when that is over: every "
     "rank would step by its own. Call it after backward(), or train in one process"
 )
+_LEFT_OUT: Final = (
+    "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
+    "for it to agree on overflow: give initialize the optimizer, or await_optimizers=True and add it later"
+)
 _NOT_LOADED: Final = (
     "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
     "other ranks have loaded the same: the gradients that they reduce together carry different scales. Load on every "
     "rank, or one state for all of them, by mpinit.TrainState with StateDictOptions(broadcast_from_rank0=True)"
 )
-
-
-class WrapperStatus(enum.Enum):
-    """The status of a DistributedDataParallel in a session."""
-
-    AGREED = "its ranks have agreed"
-    PENDING = "its ranks agree at the first step"
-    OF_OTHERS = "it reduces no gradients of the session's models"
-
-
-class Wrappers:
-    """The DistributedDataParallel wrappers around the models of a session.
-
-    Attributes:
-        changed: the ids of the parameters whose dtype the session has changed.
-    """
-
-    def __init__(self, guard: ForwardGuard) -> None:
-        self.changed: set[int] = set()
-        self._guard = guard
-        self._status: weakref.WeakKeyDictionary[Any, WrapperStatus] = weakref.WeakKeyDictionary()
-
-    def mark(self, wrapper: Any, status: WrapperStatus) -> None:
-        """Set the status of a wrapper."""
-        self._status[wrapper] = status
-
-    def with_status(self, *statuses: WrapperStatus) -> list[Any]:
-        """List wrappers in the order in which they were found, which is the same on all ranks."""
-        return [wrapper for wrapper, status in self._status.items() if status in statuses]
-
-    def is_of_models(self, wrapper: Any) -> bool:
-        """Return whether a DistributedDataParallel reduces gradients of the models."""
-        return not self._guard.parameters().keys().isdisjoint([*reduced_by(wrapper), *delayed_by(wrapper)])
-
-    def is_around(self, wrapper: Any) -> bool:
-        """Return whether a DistributedDataParallel is one around the models, and remember one that is older.
-
-        Raises:
-            RuntimeError: it was made before ``mpinit.initialize``, for parameters of another dtype.
-        """
-        status = self._status.get(wrapper)
-        if status is not None:
-            return status is not WrapperStatus.OF_OTHERS
-        if self.changed and any(id(p) in self.changed for p in (*reduced_by(wrapper), *delayed_by(wrapper))):
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
-                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
-                f"first and wrap the model in {name} afterwards"
-            )
-        known = self.is_of_models(wrapper)
-        self._status[wrapper] = WrapperStatus.PENDING if known else WrapperStatus.OF_OTHERS
-        return known
 
 
 class Ranks:
@@ -123,9 +73,9 @@ class Ranks:
 
     - when a model is wrapped in DistributedDataParallel, and again after ``join()``;
     - at the end of ``initialize``, if parameters are sharded or there is a ``process_group``;
-    - at the first step, under a wrapper that broadcasts nothing or is older than the session.
+    - at the end of the first backward pass, or at the first step, under a wrapper that broadcasts nothing or is older.
 
-    In every step they agree on overflow, if gradients may differ by rank.
+    :attr:`overflow` agrees on overflow, where gradients may differ by rank.
 
     Attributes:
         guard: what is checked before a forward of the models.
@@ -145,16 +95,15 @@ class Ranks:
         self._scalers = scalers
         self._members = members
         self._process_group = process_group
-        self._groups: tuple[tuple[int, ...], list[Group]] | None = None
         self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
         self.reduces_in_float32 = False
         # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
         self._making: tuple[Any, dict[int, int]] | None = None
-        self._wrappers = Wrappers(guard)
-        self._passes = [0] * len(scalers)
-        # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
-        self._since, self._steps, self._loads = 0.0, 0, 0
+        # Ids of the parameters whose dtype the session has changed.
+        self._changed: set[int] = set()
+        # When scales were made one, by the sender's clock, how often they were compared since, and had been loaded.
+        self._since, self._comparisons, self._loads = 0.0, 0, 0
         self.is_first_step = True
 
     @functools.cached_property
@@ -162,11 +111,30 @@ class Ranks:
         """The gradients that FSDP2 has not reduced yet; ``fully_shard`` is called before ``initialize``."""
         return UnreducedGradients(self.guard.models)
 
+    @functools.cached_property
+    def _wrappers(self) -> Wrappers:
+        # Made where there is a process group.
+        return Wrappers(self.guard, self._changed)
+
+    @functools.cached_property
+    def overflow(self) -> OverflowAgreement:
+        """The agreement on overflow; made where there is a process group."""
+        return OverflowAgreement(self.guard, self._scalers, self._members, self._wrappers, Stages(self._process_group))
+
     def watch(
-        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, settings: Mapping[str, str], undos: UndoStack
+        self,
+        changed: Iterable[torch.Tensor],
+        casts: TensorCasts | None,
+        settings: Mapping[str, str],
+        trains: bool,
+        undos: UndoStack,
     ) -> None:
-        """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
-        self._wrappers.changed, self._casts, self._settings = set(map(id, changed)), casts, settings
+        """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models.
+
+        Args:
+            trains: whether this rank has an optimizer, or expects one.
+        """
+        self._changed, self._casts, self._settings = set(map(id, changed)), casts, settings
         known = weakref.ref(self)
 
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -188,6 +156,8 @@ class Ranks:
             check_same(settings, {}, groups_of(meshes_of(self.guard.parameters())))
             alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
             check_same(alike, {}, groups_of([], self._process_group))
+            self.overflow.stages.compare(self.guard.parameters(), trains)
+            removals += self.overflow.follow_shards()
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
@@ -209,8 +179,11 @@ class Ranks:
             if wrapper in self._wrappers.with_status(WrapperStatus.AGREED):
                 self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
                 self._send_scales(wrapper, wrapper._authoritative_rank)
-        elif self._wrappers.is_around(wrapper) and self.reduces_in_float32:
-            reduce_in_float32(wrapper)
+        elif self._wrappers.is_around(wrapper):
+            if self.reduces_in_float32:
+                reduce_in_float32(wrapper)
+            if event is Event.CALLED:
+                self.overflow.before_forward(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
         # A broadcast writes on every rank, also on the one that sends.
@@ -222,7 +195,6 @@ class Ranks:
             return
         self._send_scales(wrapper, 0)
         self._wrappers.mark(wrapper, WrapperStatus.AGREED)
-        self._groups = None
 
     def _unite(self, wrapper: Any) -> None:
         """Agree under a wrapper at the first step."""
@@ -231,7 +203,6 @@ class Ranks:
             self._send(wrapper, synced_by(wrapper), 0)
         self._send_scales(wrapper, 0)
         self._wrappers.mark(wrapper, WrapperStatus.AGREED)
-        self._groups = None
 
     def _check_same_under(self, wrapper: Any) -> None:
         names = {id(parameter): name for model in self.guard.models for name, parameter in model.named_parameters()}
@@ -275,14 +246,15 @@ class Ranks:
                 torch.distributed.broadcast(there, group=group, group_src=src)
                 scaler.load_counters(there[:-1])
                 self._since = float(there[-1])
-        self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
+        self._comparisons, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
 
     def before_step(self) -> None:
         """Let ranks agree under wrappers that have not agreed yet. All ranks call it before a step.
 
         Raises:
             RuntimeError: a backward pass is running, or parameters were replaced. With a dynamic scale also: it is
-                unknown which other processes train the same model, or scales were loaded on some ranks only.
+                unknown which other processes train the same model, or scales were loaded on some ranks only, or this
+                rank of a ``process_group`` had no optimizer in ``initialize``.
         """
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
@@ -290,31 +262,44 @@ class Ranks:
             self.guard.check_present()
             self.guard.log_emulation()
             self.is_first_step = False
-        for wrapper in sorted(
-            (each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)),
-            key=lambda w: len(reduced_by(w)),
-        ):
+        if not is_distributed():
+            return
+        self.unite_pending()
+        rule = self._scalers[0].rule
+        if self.overflow.stages.is_left_out and rule.skips:
+            raise RuntimeError(_LEFT_OUT)
+        ties = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
+        if not ties and rule.dynamic and has_other_processes():
+            raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
+
+    def unite_pending(self) -> None:
+        """Unite the ranks under wrappers where they have not agreed yet; all have called backward, or are to step.
+
+        Raises:
+            RuntimeError: scales were loaded on this rank, and not on all.
+        """
+        pending = [each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)]
+        for wrapper in self._in_order(pending) if pending else ():
             self._unite(wrapper)
-        self._steps += 1
-        if has_other_processes() and not self._groups_to_agree_over() and self._scalers[0].rule.dynamic:
+        if has_other_processes() and not self.overflow.groups() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
 
+    def _in_order(self, wrappers: Sequence[Any]) -> list[Any]:
+        """Sort wrappers by what they reduce, in the order of the models' parameters: the same on all ranks."""
+        places = {id(parameter): place for place, parameter in enumerate(self.guard.parameters())}
+        keys = {id(wrapper): sorted(places.get(id(p), -1) for p in reduced_by(wrapper)) for wrapper in wrappers}
+        return sorted(wrappers, key=lambda wrapper: (len(keys[id(wrapper)]), keys[id(wrapper)]))
+
     def _check_same_scales(self) -> None:
-        if not self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING):
-            raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
         loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
-            text = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
-            for wrapper in (each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)):
+            self._comparisons += 1
+            text = f"mpinit {self._since} {self._comparisons}: {[scaler.state_dict() for scaler in self._scalers]}"
+            agreed = [each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)]
+            for wrapper in self._in_order(agreed):
                 if not ranks_agree(text, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
-
-    def _stepped(self) -> list[nn.Parameter]:
-        for members in self._members:
-            if members.generation == 0:
-                members.sync_groups()  # of an optimizer to which nothing was done yet
-        return [weight for members in self._members for weight in members.weights]
 
     def united(self, names: Sequence[str]) -> list[str]:
         """Return the names that any rank of those that train the same model passes; all of them call it at one step."""
@@ -329,86 +314,10 @@ class Ranks:
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING):
+        known = self._wrappers if "_wrappers" in vars(self) else None
+        for wrapper in known.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING) if known else ():
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
-
-    def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
-        """Replace what checks found by what all ranks found, in one collective a group, and update the scales.
-
-        Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
-
-        Args:
-            gradients: of the optimizer that is about to step.
-            pending: the scalers to update. Those that are due on other ranks are added.
-
-        Raises:
-            RuntimeError: ranks that reduce gradients together have scaled them for different losses.
-        """
-        if is_distributed() and self._scalers[0].rule.skips:
-            groups = self._groups_to_agree_over()
-            if groups:
-                self._agree_over(groups, gradients, pending)
-        for scaler in pending:
-            scaler.update()
-
-    def _agree_over(self, groups: Sequence[Group], gradients: Gradients, pending: list[LossScaler]) -> None:
-        found_inf, scalers = gradients.state.found_inf, self._scalers
-        device = found_inf.device if found_inf is not None else scalers[0].device
-        zero, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
-        # One vector, of which the largest numbers over all ranks are reduced: whether these gradients overflowed; for
-        # each scaler whether its losses' gradients did, and whether its scale is updated at this step, not by a
-        # GradScaler; and the numbers that have to be the same, with both signs, which gives the smallest, too.
-        found = [zero if found_inf is None else found_inf]
-        found += [zero if scaler.found_inf is None else scaler.found_inf.to(device) for scaler in scalers]
-        due = [one if scaler in pending else zero for scaler in scalers]
-        passes = self._passes_since()
-        same = torch.cat([torch.stack([scaler.scale_now().to(device) for scaler in scalers]), passes.to(device)])
-        reduced = agree(torch.cat([torch.stack([*found, *due]), same, -same]), groups)
-        all_found, all_due, most, least = torch.split(reduced, [len(found), len(due), len(same), len(same)])
-        differ = most != -least
-        if len(passes) > 0:
-            _check_passes(differ[len(scalers) :].tolist())
-        # After a scale was loaded on one rank alone, DDP has added up gradients of two scales.
-        gradients.apply(agreed, torch.maximum(all_found[0], differ[: len(scalers)].any().float()))
-        for index, scaler in enumerate(scalers):
-            scaler.copy_scale(-least[index])
-            if scaler.found_inf is None:
-                # A device sync, for a loss that this rank has not scaled since the last update.
-                if all_due[index].item() == 0:
-                    continue
-                pending.append(scaler)
-            scaler.found_inf = all_found[index + 1].to(scaler.device)
-
-    def _passes_since(self) -> torch.Tensor:
-        """Return how often each of several losses was scaled since the last step; empty where ranks may differ.
-
-        The stages of a pipeline, which share a process group, may: they reduce no gradients together.
-        """
-        before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
-        counts = [now - then for now, then in zip(self._passes, before, strict=True)]
-        return torch.tensor(counts if len(counts) > 1 and self._process_group is None else [], dtype=torch.float32)
-
-    def _groups_to_agree_over(self) -> list[Group]:
-        """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
-        wrappers = [wrapper for wrapper in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(wrapper)]
-        key = (*(members.generation for members in self._members), len(wrappers))
-        if self._groups is None or self._groups[0] != key:
-            stepped = self._stepped()
-            reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
-            differ = len(self._scalers) > 1 or any(id(p) not in reduced and not is_sharded(p) for p in stepped)
-            # Its gradients are those of a part of the ranks.
-            local = [wrapper for wrapper in wrappers if "post_localSGD_hook" in hooks_of(wrapper)]
-            found = [wrapper.process_group for wrapper in (wrappers if differ else local)]
-            # PostLocalSGDOptimizer counts its steps on every rank.
-            averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
-            averagers = [each if hasattr(each, "process_group") else None for each in averagers]
-            found += [each.process_group for each in averagers if each is not None]
-            if local and None in averagers:
-                _check_averages_masters(self._members)
-            found.sort(key=lambda group: str(group.group_name))
-            self._groups = key, groups_of(meshes_of(stepped), self._process_group, *found)
-        return self._groups[1]
 
 
 def _call_all(removals: Sequence[Undo]) -> None:
@@ -430,14 +339,4 @@ def _check_averages_masters(optimizers: Sequence[Members]) -> None:
             "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
             "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
             "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
-        )
-
-
-def _check_passes(parted: Sequence[bool]) -> None:
-    if any(parted):
-        losses = " and ".join(f"loss_id={index}" for index, differs in enumerate(parted) if differs)
-        raise RuntimeError(
-            f"in this step ranks have scaled {losses} a different number of times, and the gradients that they reduce "
-            "together would carry different scales: call mpinit.scale_loss with the same loss_id on all ranks. Where "
-            "every rank trains a task of its own, use one loss scale for all (num_losses=1)"
         )

@@ -19,8 +19,9 @@ from ..torch_internals.bulk import have_grads
 from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients
-from .managed import ManagedOptimizer
+from .managed import ManagedOptimizer, before_backward
 from .optimizers import ManagedOptimizers
+from .step import ONE_PROCESS, EndOfBlock, GradientChecks, agree_beside, agree_on, end_of_block
 from .unreduced import UnreducedGradients
 
 _IS_PATCHED: Final = attrgetter("is_patched")
@@ -63,7 +64,9 @@ class ScaledLoss:
                 raise RuntimeError(NESTED_BLOCK)
             gradients.check_unscaled("mpinit.scale_loss", "move it after the with-block")
         for optimizer in self._optimizers:
-            optimizer.checks.before_backward()
+            before_backward(optimizer)
+        if is_distributed():
+            agree_beside(self._checks())
         done: Done = set()
         begun: list[Gradients] = []
         are_new = True
@@ -96,18 +99,21 @@ class ScaledLoss:
             self._check_used()
         written = [each.checks.writes for each in self._optimizers if each.checks.writes.were_done()]
         scale = self._scaler.scale_now() if written else torch.empty(())
+        end = ONE_PROCESS
         try:
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
+            if is_distributed() and self._optimizers:
+                end = end_of_block(self._checks(), self._scaler, self._delay_update)
         finally:
-            found = self._unscale([*self._own, *self._others], done)
+            found = self._unscale([*self._own, *self._others], done, end.keeps_checks)
             unreduced = self._unreduced()
             found_inf = None if unreduced is None else unreduced.unscale(self._scaler)
             found += [] if found_inf is None else [found_inf]
             for optimizer in self._optimizers:
                 optimizer.members.values.bind_gradients()
         if exc is None:
-            self._finish(found)
+            self._finish(found, end)
             for writes in written:
                 writes.report(scale, "Move it behind the with-block")
         else:
@@ -119,6 +125,9 @@ class ScaledLoss:
 
     def _unreduced(self) -> UnreducedGradients | None:
         return self._optimizers[0].shared.ranks.unreduced if is_distributed() and self._optimizers else None
+
+    def _checks(self) -> list[GradientChecks]:
+        return [each.checks for each in self._optimizers]
 
     def _watch(self, scaled: torch.Tensor, are_new: bool) -> None:
         """Record whether a backward pass goes through ``scaled``, and which gradients it leaves.
@@ -157,11 +166,11 @@ class ScaledLoss:
             f"a scale of {self._scaler.loss_scale():g} that they were never multiplied by. The gradients were dropped"
         )
 
-    def _unscale(self, gradients: Sequence[Gradients], done: Done) -> list[torch.Tensor]:
+    def _unscale(self, gradients: Sequence[Gradients], done: Done, keeps_checks: bool = True) -> list[torch.Tensor]:
         found: list[torch.Tensor | None] = []
 
         def unscale(each: Gradients) -> None:
-            found.append(each.unscale(self._scaler, done))
+            found.append(each.unscale(self._scaler, done, keeps_checks=keeps_checks))
 
         with ExitStack() as stack:
             # All of them, also where one raises.
@@ -169,15 +178,19 @@ class ScaledLoss:
                 stack.callback(unscale, each)
         return [each for each in found if each is not None]
 
-    def _finish(self, found: list[torch.Tensor]) -> None:
+    def _finish(self, found: list[torch.Tensor], end: EndOfBlock) -> None:
         scaler = self._scaler
         for found_inf in found:
             scaler.record_found_inf(found_inf)
         # Only read where that is no device sync.
         overflowed = any(reads_without_sync(each.device) and each.item() > 0 for each in found)
         worst = [each.after_unscaling(self._loss, scaler, overflowed) for each in self._optimizers]
+        for optimizer in self._optimizers:
+            optimizer.checks.awaits_step = True
         # Under DDP's no_sync() ranks find different overflows before the step, and their scales must stay the same.
-        if not self._delay_update and not is_distributed():
+        if end.agrees:
+            agree_on(self._checks(), [scaler])
+        elif not self._delay_update and end.is_reduced:
             scaler.update()
         elif scaler.found_inf is not None:
             # The first of them that steps updates it.

@@ -3,8 +3,8 @@
 import inspect
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -34,21 +34,41 @@ _WRITTEN: Final = (
 )
 
 
+_SPOILED: Final = (
+    "inf or nan came into gradients after the `with mpinit.scale_loss(...)` block, at whose end all ranks have agreed "
+    "that there was none: a step would be skipped on this rank alone. Move what writes to the gradients (a penalty, a "
+    "hook) into the block, behind backward()"
+)
+
+
 class GradientChecks:
     """The checks of one optimizer's gradients, around backward passes and before a step uses them.
 
     Attributes:
         skips: whether steps are skipped whose gradients contain inf or nan.
+        awaits_step: whether a loss of the optimizer's was scaled, and no step was called since.
+        has_own_checks: whether a check since then was of gradients that were not reduced over ranks.
+        ranks: the agreement with other processes.
         writes: the watch for writes to scaled gradients.
     """
 
-    def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        members: Members,
+        gradients: Gradients,
+        rule: ScalingRule,
+        ranks: Ranks,
+        all_of_session: "Sequence[GradientChecks]",
+    ) -> None:
         self.skips = rule.skips
+        self.awaits_step = False
+        self.has_own_checks = False
+        self.ranks = ranks
+        self._all = all_of_session
         self.writes = ScaledWrites(members)
         self._members = members
         self._gradients = gradients
         self._rule = rule
-        self._ranks = ranks
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
 
@@ -117,28 +137,70 @@ class GradientChecks:
         self._members.values.apply_writes()
 
     def update_scale_later(self, scaler: LossScaler) -> None:
-        """Update a loss scale at the next step."""
+        """Update a loss scale at the next step, or where the next loss is scaled if there is no step."""
         self._due[scaler] = None
 
     def agree(self) -> None:
-        """Decide with all ranks whether gradients overflowed, once a step, and update the scales that are due."""
-        if self._gradients.state.agreed:
+        """Decide with all ranks whether gradients overflowed, once a step, and update the scales that are due.
+
+        Raises:
+            RuntimeError: inf or nan came into gradients after ranks had agreed on them.
+        """
+        if self.ranks.is_first_step or is_distributed():
+            self.ranks.before_step()
+        self.awaits_step = False
+        if not self._gradients.are_decided():
+            together = is_distributed() and self.ranks.overflow.agrees_together
+            several = self._all if together else [self]
+            agree_on([each for each in several if each.awaits_step or each is self or each._gradients.present()])
+        elif is_distributed():
+            self._check_decided()
+
+    def _check_decided(self) -> None:
+        """Check what was written to gradients since ranks agreed on them, where a kernel does not skip by itself."""
+        before = self._gradients.state.found_inf
+        if self.skips_in_kernel():
             return
-        self._check_again()
-        due, self._due = list(self._due), {}
-        if self._ranks.is_first_step or is_distributed():
-            self._ranks.before_step()
-            self._ranks.agree(self._gradients, due)
-        else:
-            for scaler in due:
-                scaler.update()
+        self._check_stepped()
+        found_inf = self._gradients.state.found_inf
+        if before is None or found_inf is None or found_inf is before:
+            return
+        if not (found_inf > before).item():
+            self._gradients.decide(before)
+        elif not self.ranks.overflow.is_alone:
+            raise RuntimeError(_SPOILED)
 
     def agree_on_evaluation(self) -> None:
         """Decide with all ranks whether the gradients of one evaluation of a closure overflowed."""
         self.check_gradients(STEP)
-        self._check_again()
+        if not self._gradients.are_decided():
+            agree_on([self])
+
+    def agree_without_step(self) -> bool:
+        """Decide with all ranks on gradients that were dropped before a step, as other ranks do in theirs.
+
+        Returns:
+            Whether they overflowed; reading that is a device sync.
+        """
+        self.awaits_step = False
+        if is_distributed() and self.ranks.overflow.agrees_in_steps:
+            if not self._gradients.state.agreed:
+                agree_on([self], checks_again=False)
+            self.has_own_checks = False
+        elif not (is_distributed() and self.ranks.overflow.has_groups):
+            for scaler in self._take_due():
+                if self.has_own_checks:
+                    # This rank's gradients alone overflowed: no reason to move a scale that others have, too.
+                    scaler.found_inf = None
+                scaler.update()
+        found_inf = self._gradients.state.found_inf
+        if found_inf is None or self.has_own_checks or is_capturing():
+            return False  # the counts of ranks stay the same where one alone has overflowed, and no step was due yet
+        return bool(found_inf.item() > 0)
+
+    def _take_due(self) -> list[LossScaler]:
         due, self._due = list(self._due), {}
-        self._ranks.agree(self._gradients, due)
+        return due
 
     def _check_again(self) -> None:
         """Check the gradients that a step is about to use: new ones, and what was written since their check."""
@@ -208,12 +270,82 @@ class GradientChecks:
         """Warn once that a loss was scaled, and no parameter has a gradient."""
         if "none" not in self._warned and any(weight.requires_grad for weight in self._members.weights):
             self._warned.add("none")
-            self._ranks.guard.check_present()
+            self.ranks.guard.check_present()
             warn_user(
                 "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. "
                 "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
                 "them, after the optimizer was made?), or the loss makes no use of any"
             )
+
+
+def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), checks_again: bool = True) -> None:
+    """Decide with all ranks whether gradients of some optimizers overflowed, by one verdict for all of these.
+
+    Args:
+        due: the scales to update beside those that are due at the optimizers' steps.
+        checks_again: whether gradients are checked that no backward pass has checked.
+    """
+    for each in several if checks_again else ():
+        each._check_again()
+    pending = dict.fromkeys([*due, *(scaler for each in several for scaler in each._take_due())])
+    if is_distributed():
+        overflow = several[0].ranks.overflow
+        overflow.agree([(each._members, each._gradients) for each in several], list(pending))
+        return
+    for scaler in pending:
+        scaler.update()
+
+
+class EndOfBlock(NamedTuple):
+    """The end of a ``scale_loss`` block, as ranks see it.
+
+    Attributes:
+        is_reduced: whether all ranks have the same gradients, or agree here on what they found.
+        agrees: whether they exchange a verdict here.
+        keeps_checks: whether what earlier checks found still counts.
+    """
+
+    is_reduced: bool
+    agrees: bool = False
+    keeps_checks: bool = True
+
+
+ONE_PROCESS: Final = EndOfBlock(is_reduced=True)
+
+
+def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool) -> EndOfBlock:
+    """Prepare for the end of a block in a process group.
+
+    Args:
+        own: those of the optimizers whose gradients the block has computed.
+        scaler: of the loss.
+        delays: whether more blocks of the same step follow.
+    """
+    ranks = own[0].ranks
+    is_reduced = not delays and ranks.overflow.agrees_after_backward()
+    if delays:
+        ranks.overflow.exchange.postpone()
+    if is_reduced:
+        ranks.unite_pending()
+    agrees = is_reduced and ranks.overflow.has_groups
+    keeps_checks = not (is_reduced and not agrees and any(each.has_own_checks for each in own))
+    if not keeps_checks:
+        scaler.found_inf = None
+    for each in own:
+        each.has_own_checks = not is_reduced
+    return EndOfBlock(is_reduced, agrees, keeps_checks)
+
+
+def agree_beside(own: Sequence[GradientChecks]) -> None:
+    """Decide on gradients of other optimizers that wait for a step, where ranks agree in their steps.
+
+    This rank may have left the step out that others wait in.
+    """
+    if own and own[0].ranks.overflow.agrees_in_steps:
+        others = [each for each in own[0]._all if each.awaits_step and each not in own]
+        waiting = [each for each in others if not each._gradients.are_decided()]
+        if waiting:
+            agree_on(waiting)
 
 
 class ScaledWrites:

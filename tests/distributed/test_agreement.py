@@ -17,7 +17,7 @@ from engines import CASE, assert_one, backward, mesh, mine, on_all_ranks, refuse
 from models import Parts
 from processes import ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +45,16 @@ def test_agreement_needs_one_collective_and_none_for_replicas(engine: str) -> No
         optimizer.step()
     assert [each.call_count for each in sent] == [0 if engine == "ddp" else 1, 0, 0, 0]
     assert mpinit.step_counts(optimizer) == (2, 0)
+
+
+@ranks(3)
+def test_meshes_that_overlap_are_refused_on_all_ranks() -> None:
+    """Rank 1 shares one part of the model with rank 0, and another with rank 2: no verdict reaches all of them."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    own = [part for part in meshes if dist.get_rank() in part.mesh]
+    model = nn.Sequential(*[fully_shard(nn.Linear(4, 4), mesh=part) for part in own])
+    with refused(ValueError, "of 3 ranks", "process_group=torch.distributed.group.WORLD"):
+        mpinit.initialize(model, sgd_of(model), "O2", **SCALED)
 
 
 def experts() -> Any:

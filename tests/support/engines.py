@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -404,8 +404,15 @@ def trained(engine: Engine, level: str, steps: int) -> State:
     return state
 
 
-def trained_by_hand(engine: Engine, level: str, steps: int, skips: Sequence[int] = ()) -> State:
-    """In plain torch, on the same engine, without some of the steps."""
+def trained_by_hand(
+    engine: Engine, level: str, steps: int, skips: Sequence[int] = (), leaves_out: Mapping[int, str] | None = None
+) -> State:
+    """In plain torch, on the same engine, without some of the steps.
+
+    Args:
+        leaves_out: cycle -> what this rank leaves out of it: all ("forward"), or all from "backward" or "step" on.
+    """
+    left_out = dict.fromkeys(skips, "forward") | dict(leaves_out or {})
     dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
     runs: Any = (engine.by_hand or engine.network)()
     policy = dtype if engine.has_policy else None
@@ -421,11 +428,17 @@ def trained_by_hand(engine: Engine, level: str, steps: int, skips: Sequence[int]
         round_into(weights, masters, level)
     runs = runs if engine.comes_first else engine.wrap(runs, None)
     optimizer = sgd(masters.values())
-    for _, micros in (cycle for cycle in enumerate(cycles(engine, steps)) if cycle[0] not in skips):
+    for index, micros in enumerate(cycles(engine, steps)):
+        what = left_out.get(index)
+        if what == "forward":
+            continue
         for weight in weights.values():
             weight.grad = None
         for loss in passes(engine, runs, micros):
-            (loss * scale).backward()
+            if what != "backward":
+                (loss * scale).backward()
+        if what is not None:
+            continue
         for weight, master in zip(weights.values(), masters.values(), strict=True):
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype) / scale
         optimizer.step()

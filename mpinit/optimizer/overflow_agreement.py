@@ -1,0 +1,237 @@
+"""The agreement of ranks on overflow: a verdict for some optimizers' gradients, and loss scales that stay one."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..basics.modules import modules_of
+from ..basics.patching import Undo
+from ..distributed.agreement import Group, groups_of, meshes_of
+from ..distributed.replicas import hooks_of, is_joining, reduced_by
+from ..distributed.sharding import groups_of_fsdp, is_sharded
+from ..distributed.stages import Stages
+from ..distributed.verdicts import Verdicts
+from ..model.boundary import ForwardGuard
+from ..scaling.scaler import LossScaler
+from .gradients import Gradients
+from .members import Members
+from .wrappers import Wrappers, WrapperStatus
+
+_OTHER_OPTIMIZER: Final = (
+    "ranks that reduce gradients together step different optimizers, and cannot agree on whether gradients overflowed: "
+    "some rank has left a step out, or steps in another order. Give mpinit.scale_loss and call step() of the same "
+    "optimizers, in one order, on all ranks"
+)
+# float32 holds whole numbers up to 2**24.
+_BITS: Final = 24
+
+
+class OverflowAgreement:
+    """The agreement of a session's ranks on overflow.
+
+    Attributes:
+        stages: the ranks of the ``process_group`` of ``initialize``.
+        exchange: the collectives.
+    """
+
+    def __init__(
+        self,
+        guard: ForwardGuard,
+        scalers: Sequence[LossScaler],
+        members: list[Members],
+        wrappers: Wrappers,
+        stages: Stages,
+    ) -> None:
+        self.stages = stages
+        self._wrappers = wrappers
+        self.exchange = Verdicts()
+        self._guard = guard
+        self._scalers = scalers
+        self._members = members
+        self._passes = [0] * len(scalers)
+        # The groups to agree over, for some members and wrappers.
+        self._groups: tuple[tuple[int, ...], list[Group]] | None = None
+        # Whether a verdict is made in steps alone: ranks may end other numbers of blocks.
+        self._agrees_in_steps = False
+
+    def follow_shards(self) -> list[Undo]:
+        """Follow the forwards of sharded models, all ranks of which agree; return what ends that."""
+        parameters, models = list(self._guard.parameters()), self._guard.models
+        self.exchange.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
+        self._reduce_over(groups_of(meshes_of(parameters), self.stages.group))
+        # Stages call forwards of micro-batches, each as often as it likes.
+        follows = any(map(is_sharded, parameters)) and not self.stages.is_given
+        return [self.exchange.follow_forwards(model) for model in models] if follows else []
+
+    def before_forward(self, wrapper: Any) -> None:
+        """Take part in a verdict that is owed before a DistributedDataParallel's forward exchanges anything."""
+        if not self.stages.is_given and self.groups():
+            self.exchange.before_forward(wrapper)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other rank takes part."""
+        return all(torch.distributed.get_world_size(group) == 1 for group in self.groups())
+
+    def _wrappers_with(self, *statuses: WrapperStatus) -> list[Any]:
+        return [wrapper for wrapper in self._wrappers.with_status(*statuses) if not is_joining(wrapper)]
+
+    def agrees_after_backward(self) -> bool:
+        """Return whether ranks decide at the end of a ``scale_loss`` block, which all of them reach.
+
+        They do where the block's backward pass has reduced gradients. A pass inside of ``no_sync()`` has not, and ranks
+        may have different numbers of them; the next pass that does, or the step, decides then.
+        """
+        self.groups()
+        wrappers = self._wrappers_with(WrapperStatus.AGREED, WrapperStatus.PENDING)
+        return not self._agrees_in_steps and self.exchange.were_reduced(wrappers)
+
+    @property
+    def agrees_together(self) -> bool:
+        """Return whether one verdict in a step is for all optimizers of a rank: other ranks may have another number."""
+        return self.stages.group is not None
+
+    @property
+    def agrees_in_steps(self) -> bool:
+        """Return whether the verdict is made in steps, or where the next loss is scaled on a rank without a step."""
+        return bool(self.groups()) and self._agrees_in_steps
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether there is anything to agree on with other ranks."""
+        return self._scalers[0].rule.skips and bool(self.groups())
+
+    def agree(self, judged: Sequence[tuple[Members, Gradients]], pending: list[LossScaler]) -> None:
+        """Replace what checks found by what all ranks found, in one collective a group, and update the scales.
+
+        Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
+
+        Args:
+            judged: the gradients that the verdict is for, with the members of their optimizers.
+            pending: the scalers to update. Those that are due on other ranks are added.
+
+        Raises:
+            RuntimeError: ranks that reduce gradients together have scaled them for different losses, or ask about
+                different optimizers.
+        """
+        if self.has_groups:
+            self._agree_over(judged, pending)
+        for scaler in pending:
+            scaler.update()
+
+    def _agree_over(self, judged: Sequence[tuple[Members, Gradients]], pending: list[LossScaler]) -> None:
+        scalers = self._scalers
+        checks = [gradients.state.found_inf for _, gradients in judged]
+        device = next((found_inf.device for found_inf in checks if found_inf is not None), scalers[0].device)
+        zero, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
+        # One vector, of which the largest numbers over all ranks are reduced: whether gradients of each optimizer
+        # overflowed; for each scaler whether its losses' gradients did, and whether its scale is updated now, not by a
+        # GradScaler; and the numbers that have to be the same, with both signs, which gives the smallest, too.
+        places = [self._place_of(members) for members, _ in judged]
+        found = [zero] * self._slots
+        for place, found_inf in zip(places, checks, strict=True):
+            if found_inf is not None:
+                found[place] = torch.maximum(found[place], found_inf.to(device))
+        found += [zero if scaler.found_inf is None else scaler.found_inf.to(device) for scaler in scalers]
+        due = [one if scaler in pending and scaler.found_inf is not None else zero for scaler in scalers]
+        passes, whose = self._passes_since(), self._number_of(places)
+        scales = torch.stack([scaler.scale_now().to(device) for scaler in scalers])
+        same = torch.cat([scales, passes.to(device), whose.to(device)])
+        reduced = self.exchange.agree(torch.cat([torch.stack([*found, *due]), same, -same]))
+        all_found, all_due, most, least = torch.split(reduced, [len(found), len(due), len(same), len(same)])
+        differ = most != -least
+        if len(same) > len(scalers):
+            _check_same_places(differ[len(scalers) :].tolist(), len(passes))
+        # After a scale was loaded on one rank alone, gradients of two scales have been added up.
+        apart = differ[: len(scalers)].any().float()
+        for place, (_, gradients) in zip(places, judged, strict=True):
+            gradients.decide(torch.maximum(all_found[place], apart))
+        for index, scaler in enumerate(scalers):
+            scaler.copy_scale(-least[index])
+            if scaler.found_inf is None:
+                # A device sync, for a loss that this rank has not scaled since the last update.
+                if all_due[index].item() == 0:
+                    continue
+                pending.append(scaler)
+            scaler.found_inf = all_found[self._slots + index].to(scaler.device)
+
+    @property
+    def _slots(self) -> int:
+        """The number of optimizers that a verdict tells apart: stages have other numbers of them, and step as one."""
+        return 1 if self.agrees_together else max(len(self._members), 1)
+
+    def _place_of(self, members: Members) -> int:
+        places = {id(each): place for place, each in enumerate(self._members)}
+        return 0 if self.agrees_together else places[id(members)]
+
+    def _number_of(self, places: Sequence[int]) -> torch.Tensor:
+        """Return a number that says for which optimizers a verdict is; nothing where ranks have other optimizers."""
+        number = sum(1 << place % _BITS for place in set(places))
+        return torch.tensor([] if self.agrees_together else [number], dtype=torch.float32)
+
+    def _passes_since(self) -> torch.Tensor:
+        """Return how often each of several losses was scaled since the last verdict; empty where ranks may differ.
+
+        The stages of a pipeline, which share a process group, may: they reduce no gradients together.
+        """
+        before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
+        counts = [now - then for now, then in zip(self._passes, before, strict=True)]
+        return torch.tensor(counts if len(counts) > 1 and not self.stages.is_given else [], dtype=torch.float32)
+
+    def groups(self) -> list[Group]:
+        """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
+        wrappers = self._wrappers_with(WrapperStatus.AGREED)
+        key = (*(members.generation for members in self._members), -1, *map(id, wrappers))
+        if self._groups is None or self._groups[0] != key:
+            stepped = self._stepped()
+            reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
+            differ = len(self._scalers) > 1 or any(id(p) not in reduced and not is_sharded(p) for p in stepped)
+            # Its gradients are those of a part of the ranks.
+            local = [wrapper for wrapper in wrappers if "post_localSGD_hook" in hooks_of(wrapper)]
+            found = [wrapper.process_group for wrapper in (wrappers if differ else local)]
+            # PostLocalSGDOptimizer counts its steps on every rank.
+            averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
+            averagers = [each if hasattr(each, "process_group") else None for each in averagers]
+            averaging = [each.process_group for each in averagers if each is not None]
+            if local and None in averagers:
+                self._check_averages_masters()
+            self._agrees_in_steps = self.stages.are_replicas or (bool(averaging) and not wrappers)
+            found = sorted([*found, *averaging], key=lambda group: str(group.group_name))
+            self._groups = key, groups_of(meshes_of(stepped), self.stages.group, *found)
+            self._reduce_over(self._groups[1])
+        return self._groups[1]
+
+    def _reduce_over(self, groups: Sequence[Group]) -> None:
+        losses = len(self._scalers)
+        numbers = losses + (losses if losses > 1 and not self.stages.is_given else 0) + (not self.agrees_together)
+        self.exchange.groups, self.exchange.size = groups, self._slots + 2 * losses + 2 * numbers
+        first = next(iter(self._guard.parameters()), None)
+        self.exchange.device = torch.device("cpu") if first is None else first.device
+
+    def _stepped(self) -> list[nn.Parameter]:
+        for members in self._members:
+            if members.generation == 0:
+                members.sync_groups()  # of an optimizer to which nothing was done yet
+        return [weight for members in self._members for weight in members.weights]
+
+    def _check_averages_masters(self) -> None:
+        if any(members.masters for members in self._members):
+            raise RuntimeError(
+                "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
+                "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
+                "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
+            )
+
+
+def _check_same_places(parted: Sequence[bool], losses: int) -> None:
+    if any(parted[:losses]):
+        named = " and ".join(f"loss_id={index}" for index, differs in enumerate(parted[:losses]) if differs)
+        raise RuntimeError(
+            f"in this step ranks have scaled {named} a different number of times, and the gradients that they reduce "
+            "together would carry different scales: call mpinit.scale_loss with the same loss_id on all ranks. Where "
+            "every rank trains a task of its own, use one loss scale for all (num_losses=1)"
+        )
+    if any(parted[losses:]):
+        raise RuntimeError(_OTHER_OPTIMIZER)
