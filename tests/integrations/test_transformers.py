@@ -144,7 +144,7 @@ def test_a_run_resumes_at_another_level(before: str, after: str, tmp_path: Path)
 
 
 def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
-    modules = needs("sentence_transformers.models")
+    modules = needs("sentence_transformers.sentence_transformer.modules")
     tiny_model("bert").bert.save_pretrained(tmp_path / "bert")
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
