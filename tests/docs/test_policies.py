@@ -19,10 +19,15 @@ SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 def test_versions_that_are_tested_are_those_of_the_makefile_and_the_package() -> None:
     rows = re.findall(r"^\| ([\d.]+) \| ([\d., ]+) \| (.+?) \|$", POLICIES, re.MULTILINE)
     versions = {torch: words for torch, _, words in rows}
-    for variable, command in (("TORCH", "make check"), ("NEWEST_TORCH", "make test-newest")):
+    for variable, command in (
+        ("TORCH", "make check"),
+        ("NEWEST_TORCH", "make test-newest"),
+        ("OLDEST_TORCH", "make test-oldest"),
+    ):
         (pinned,) = re.findall(rf"^{variable} \?= torch==(.+)$", MAKEFILE, re.MULTILINE)
         assert command in versions[pinned]
-    assert f"torch>={min(versions, key=lambda text: tuple(map(int, text.split('.'))))}" in PROJECT["dependencies"]
+    oldest = min(versions, key=lambda text: tuple(map(int, text.split("."))))
+    assert f"torch>={oldest.removesuffix('.0')}" in PROJECT["dependencies"]
     pythons = {python for _, several, _ in rows for python in several.split(", ")}
     classified = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)}
     assert pythons == classified and f">={min(pythons)}" == PROJECT["requires-python"]
