@@ -4,7 +4,6 @@ import copy
 import functools
 import random
 import sys
-import types
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -65,7 +64,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
     if not with_state:
         memo[id(optimizer.state)] = defaultdict(dict)
     for name, value in vars(optimizer).items():
-        if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
+        if hasattr(value, "__func__") or hasattr(value, "__wrapped__"):
             continue  # set by initialize or by a scheduler
         setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
     for parameter, state in twin.state.items():
