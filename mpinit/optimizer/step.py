@@ -1,5 +1,6 @@
 """A step: the checks of gradients before it, and the optimizer's own step on float32 masters."""
 
+import copy
 import inspect
 import types
 import weakref
@@ -425,7 +426,16 @@ class WeakMethod:
         return self.__func__(self.__self__ if owner is None else owner, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name in WeakMethod.__slots__:
+            raise AttributeError(name)  # one that copy or pickle has not filled yet
         return getattr(self.__func__, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeakMethod":
+        return WeakMethod(self.__func__, copy.deepcopy(self.__self__, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a bound method is pickled: by its owner and name."""
+        return getattr, (self.__self__, self.__func__.__name__)
 
 
 def weakly_bound(method: Any, owner: object) -> Any:
