@@ -5,7 +5,7 @@ modules hold the wrappers, which cast as the names do; afterwards they hold torc
 """
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,13 +18,15 @@ from .installation import INSTALLATION, ORIGINALS
 _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def wrap(models: Iterable[nn.Module]) -> Undo:
+def wrap(models: Sequence[nn.Module]) -> Undo:
     """Replace torch's functions among the attributes of modules by their wrappers.
+
+    Args:
+        models: the session's, which the undo keeps alive only if the sequence does.
 
     Returns:
         The undo, which replaces wrappers by torch's functions, also those that modules have stored since.
     """
-    models = list(models)
     for attributes, name, function in list(_stored(models)):
         wrapper = INSTALLATION.wrapper_of(function)
         if wrapper is not None:
@@ -32,13 +34,13 @@ def wrap(models: Iterable[nn.Module]) -> Undo:
     return partial(_unwrap, models)
 
 
-def _unwrap(models: list[nn.Module]) -> None:
+def _unwrap(models: Sequence[nn.Module]) -> None:
     for attributes, name, function in list(_stored(models)):
         if isinstance(function, types.FunctionType) and function in ORIGINALS:
             attributes[name] = ORIGINALS[function]
 
 
-def _stored(models: list[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _stored(models: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the functions among the attributes of the models' modules: the attributes, the name, the function."""
     for model in models:
         for module in modules_of(model):

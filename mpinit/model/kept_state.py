@@ -95,7 +95,7 @@ class KeptState:
         if not places or self._boundaries is None:
             return
         tree = _Tree(self.models, self._boundaries[0])
-        owners = {place.module for place in places}
+        owners = dict.fromkeys(module for place in places if (module := place.module) is not None)
         tops = tree.topmost([module for module in owners if tree.can_be_kept(module)])
         inside = {part for top in tops for part in modules_of(top)}
         for top in tops:

@@ -4,6 +4,7 @@ Counters, running means, biases of routers, codebooks and momentum encoders are 
 16 bits such an update is rounded away: a counter stops at 256 in bfloat16. Forwards of some steps are watched for it.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,14 +41,20 @@ class Place:
     """A place of a tensor in a module.
 
     Attributes:
+        owner: refers weakly to the module, which keeps its session alive.
         name: its dotted name in the models.
     """
 
-    module: nn.Module
+    owner: weakref.ref[nn.Module]
     tensors: dict[str, Any]
     own_name: str
     name: str
     is_buffer: bool
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None where it was freed."""
+        return self.owner()
 
     def present(self) -> torch.Tensor | None:
         """Return the tensor that is there now."""
@@ -172,10 +179,10 @@ def find_places(
         for own_name, tensor in module._buffers.items():
             is_norms = any(own_name in (f"{name}_u", f"{name}_v") for name in hooks)
             if tensor is not None and not is_norms and _is_state(tensor, False):
-                places.append(Place(module, module._buffers, own_name, prefix + own_name, True))
+                places.append(Place(weakref.ref(module), module._buffers, own_name, prefix + own_name, True))
         for own_name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad and _is_state(parameter, weights_are_cast_inside):
-                places.append(Place(module, module._parameters, own_name, prefix + own_name, False))
+                places.append(Place(weakref.ref(module), module._parameters, own_name, prefix + own_name, False))
     return places
 
 

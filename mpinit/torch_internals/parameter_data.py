@@ -4,7 +4,8 @@ torch counts in-place writes to a tensor in its version counter. The tensor that
 has its own counter, so a write through it does not change the parameter's counter. Therefore
 ``torch.nn.Parameter.data`` is replaced by a property that records each read and write. It is installed while a weight
 with a float32 master lives, and while a forward runs with casts in the places of its parameters
-(``model/forward_weights.py``). Without O1 it is the only patch of a class of torch. It can be deleted when torch counts
+(``model/forward_weights.py``). Beside it only
+DistributedDataParallel is patched without O1 (``distributed/replicas.py``). It can be deleted when torch counts
 writes through ``.data``.
 """
 

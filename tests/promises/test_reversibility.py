@@ -179,6 +179,12 @@ def picture() -> dict[str, int]:
     }
 
 
+# The one class whose methods are patched at every level: a wrapper may be older than the session, see
+# mpinit/distributed/replicas.py.
+_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
+PATCHED = {f"{_DDP}.{name}" for name in ("__init__", "_pre_forward", "join_hook")}
+
+
 @pytest.mark.parametrize("kind", ["O0", "O2", "O3", "split", "model", "int8"])
 def test_undo_restores_torch(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 2))
@@ -192,7 +198,7 @@ def test_undo_restores_torch(kind: str) -> None:
     optimizer.step()
     during = picture()
     changed = {name for name in before if during.get(name) != before[name]}
-    assert not changed
+    assert changed == PATCHED
     assert ("data" in vars(nn.Parameter)) == (kind in ("O2", "int8", "split"))
     mpinit.undo(model)
     after = picture()
