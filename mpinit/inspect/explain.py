@@ -103,8 +103,11 @@ def _at_level(
     if session is not None:
         level, properties = session.opt_level, session.properties
         copies = dict(zip(model.modules(), twin.modules(), strict=True))
-        # Gradients of weights with masters are float32. SGD stands in for the optimizers: any makes masters.
-        stepped = {parameter for each in session.optimizers for parameter in session.managed.find(each).parameters()}
+        # Gradients of weights with masters are float32. SGD stands in for the optimizers: any makes masters. Weights
+        # keep their masters where the optimizer was freed.
+        stepped: set[torch.Tensor] = {master.weight for master in session.masters}
+        for each in session.optimizers:
+            stepped.update(session.managed.find(each).parameters())
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         trained = [copied for original, copied in pairs if original in stepped]
         optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
