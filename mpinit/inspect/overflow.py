@@ -37,11 +37,11 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
 
     Example:
         >>> import torch, mpinit
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> _ = model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
-        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> optimizer.step()
         >>> report = mpinit.overflow_report(optimizer)
@@ -72,7 +72,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
         model: the model whose modules are named in the report.
 
     Returns:
-        A context manager that yields an :class:`OverflowWatch`: its ``first_module`` and ``kind`` name the place, and
+        A context manager that yields an :class:`OverflowWatch`. Its ``first_module`` and ``kind`` name the place, and
         its ``first`` is the :class:`Fault` with the operation and its inputs.
 
     Example:
