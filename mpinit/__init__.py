@@ -47,7 +47,8 @@ else:
     # Names that release 0.2.0 had, and what replaces each.
     _REMOVED = {
         "broadcast_masters": "mpinit.TrainState does it, with StateDictOptions(broadcast_from_rank0=True)",
-        "History": "in the loop `history.append((mpinit.loss_scale(optimizer), mpinit.step_was_skipped(optimizer)))`",
+        "History": "in the loop `history.append((mpinit.loss_scale(optimizer), mpinit.step_was_skipped(optimizer)))`, "
+        "or log these with the tracker of your run",
         "gradient_histogram": "`torch.frexp(parameter.grad).exponent.unique(return_counts=True)` counts its exponents",
         "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, `with mpinit.changes(optimizer) as "
         "changed: optimizer.step()`: weights that no `changed` names have not moved",
