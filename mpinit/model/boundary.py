@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
+from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import log
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..distributed.sharding import is_distributed, replaced_since
@@ -294,8 +294,14 @@ class Boundary:
         return {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
 
 
-# (dtype of the tensor, dtype of the cast) -> the largest number of the latter; None if no number overflows.
-_largest: Final[dict[tuple[torch.dtype, torch.dtype], float | None]] = {}
+# (dtype of the tensor, of the cast) -> the largest number of the latter; absent where no number overflows. Made at
+# once: torch.compile would compile a forward anew where an entry was added since.
+_LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
+    (source, dtype): torch.finfo(dtype).max
+    for source in (torch.float64, torch.float32, *LOWER_PRECISION)
+    for dtype in LOWER_PRECISION
+    if may_overflow(source, dtype)
+}
 
 
 def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -303,10 +309,7 @@ def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     Where reading waits for the device, numbers are clamped without a look at them.
     """
-    types = tensor.dtype, dtype
-    if types not in _largest:
-        _largest[types] = torch.finfo(dtype).max if may_overflow(*types) else None
-    largest = _largest[types]
+    largest = _LARGEST.get((tensor.dtype, dtype))
     if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.to(dtype)
     if reads_without_sync(tensor.device) and is_eager():
