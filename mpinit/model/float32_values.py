@@ -121,6 +121,13 @@ class Float32Values:
         if handed_out is not None and handed_out.masters and not self.masters.are_in_model:
             handed_out.apply_gradients()
 
+    def has_unapplied_writes(self) -> bool:
+        """Return whether a handed-out entry or master was written to since :meth:`apply_writes`; changes nothing."""
+        if any(entry.values._version != entry.version for entry in self._entries):
+            return True
+        handed_out = None if self.masters.are_in_model else self._handed_out
+        return handed_out is not None and handed_out.were_written()
+
     def apply_writes(self, with_gradients: bool = True) -> None:
         """Apply all that was written through handed-out tensors; cheap where nothing was handed out.
 
@@ -595,6 +602,10 @@ class HandedOutMasters:
         if self._are_sharded:
             weights, parameters = list(map(shard, weights)), list(map(shard, parameters))
         return versions_of(weights), versions_of(parameters)
+
+    def were_written(self) -> bool:
+        """Return whether the version of a master has moved."""
+        return bool(self.masters) and self._versions_now()[1] != self._versions[1]
 
     def remember(self, master: Master) -> None:
         """Record that one master and its weight are one at the moment."""

@@ -27,6 +27,12 @@ from .ranks import Ranks
 from .scope import MasterSwap
 
 STEP: Final = "optimizer.step()"
+_LATE: Final = (
+    "entries of model.state_dict() or masters of mpinit.master_params() were written to, and the forward pass has not "
+    "used the new numbers: it ran before the write, or torch.compile has compiled it, and compiled code applies no "
+    "writes. The step will use them. Write before the forward pass; where that is compiled, write inside "
+    "`with mpinit.float32_weights(model)`"
+)
 # Gradients of which a write is looked for: clipping writes to all of them.
 _WATCHED: Final = 16
 _WRITTEN: Final = (
@@ -78,7 +84,11 @@ class GradientChecks:
     def before_backward(self) -> None:
         """Prepare for the backward pass of a scaled loss."""
         self._members.sync_groups()
-        self._members.values.apply_gradients()
+        values = self._members.values
+        values.apply_gradients()
+        if values.has_unapplied_writes() and _LATE not in self._warned:
+            self._warned.add(_LATE)
+            warn_user(_LATE)
         follow_dynamo()
 
     def after_backward(self) -> None:

@@ -1500,6 +1500,25 @@ def test_kept_masters_keep_no_gradients_alive_in_the_next_forward(kind: str) -> 
     assert [each() for each in gradients] == [None] * len(kept)
 
 
+@pytest.mark.parametrize("way", ["entry", "master"])
+def test_write_that_a_compiled_forward_has_not_used_is_warned_of(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 4))
+    state = model.state_dict()
+    written = state["0.weight"] if way == "entry" else next(mpinit.master_params(optimizer))
+    with torch.no_grad():
+        written.mul_(2.0)
+    loss = compiled(torch.ones(1, 4)).sum()
+    with pytest.warns(UserWarning, match="has not used the new numbers"), mpinit.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    expected = written.detach() if way == "master" else state["0.weight"] - 0.1
+    torch.testing.assert_close(model.state_dict()["0.weight"], expected, rtol=2**-7, atol=2**-7)
+
+
 # -- sequences at random ----------------------------------------------------------------------------------------------
 
 RUNS = int(os.environ.get("HANDED_OUT_RUNS", 20_000))
