@@ -97,10 +97,10 @@ class ScaledLoss:
         done: Done = set()
         if exc_type is None and self._was_used == []:
             self._check_used()
-        written = [each.checks.writes for each in self._optimizers if each.checks.writes.were_done()]
-        scale = self._scaler.scale_now() if written else torch.empty(())
         end = ONE_PROCESS
         try:
+            # The scale is copied before its update, and inside of try: the copy may fail, and gradients are unscaled.
+            written = [(each.writes, self._scaler.scale_now()) for each in self._checks() if each.writes.were_done()]
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
             if is_distributed() and self._optimizers:
@@ -114,7 +114,7 @@ class ScaledLoss:
                 optimizer.members.values.bind_gradients()
         if exc is None:
             self._finish(found, end)
-            for writes in written:
+            for writes, scale in written:
                 writes.report(scale, "Move it behind the with-block")
         else:
             _explain(exc, self._loss)
