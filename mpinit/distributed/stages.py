@@ -21,18 +21,18 @@ class Stages:
             optimizer.
         are_replicas: whether all of them hold the same numbers, none of them sharded: each computes gradients of the
             whole model, perhaps in more passes than another. Stages end as many ``scale_loss`` blocks as the others.
-        is_left_out: whether a group was given, and this rank has no optimizer.
+        are_without_this_rank: whether there is a ``process_group``, and this rank has no optimizer.
     """
 
     def __init__(self, group: Group | None) -> None:
-        self.group = self._given = group
+        self.group = self._whole = group
         self.are_replicas = False
-        self.is_left_out = False
+        self.are_without_this_rank = False
 
     @property
-    def is_given(self) -> bool:
-        """Return whether a group was given."""
-        return self._given is not None
+    def are_named(self) -> bool:
+        """Return whether there is a ``process_group``."""
+        return self._whole is not None
 
     def compare(self, parameters: Iterable[torch.Tensor], trains: bool) -> None:
         """Find out which ranks train something, and whether they hold the same; all ranks of the group call it.
@@ -41,17 +41,17 @@ class Stages:
             parameters: of this rank's models.
             trains: whether this rank has an optimizer, or expects one.
         """
-        if self._given is None:
+        if self._whole is None:
             return
         distributed: Any = torch.distributed
-        gathered: list[Any] = [None] * distributed.get_world_size(self._given)
-        distributed.all_gather_object(gathered, (trains, _summary(parameters)), group=self._given)
-        members = distributed.get_process_group_ranks(self._given)
+        gathered: list[Any] = [None] * distributed.get_world_size(self._whole)
+        distributed.all_gather_object(gathered, (trains, _summary(parameters)), group=self._whole)
+        members = distributed.get_process_group_ranks(self._whole)
         training = [rank for rank, (does, _) in zip(members, gathered, strict=True) if does]
         summaries = [summary for does, summary in gathered if does]
         self.are_replicas = all(summary is not None and summary == summaries[0] for summary in summaries)
-        self.is_left_out = not trains
-        self.group = _subgroup(self._given, training) if trains else None
+        self.are_without_this_rank = not trains
+        self.group = _subgroup(self._whole, training) if trains else None
 
 
 def _summary(parameters: Iterable[torch.Tensor]) -> Any:

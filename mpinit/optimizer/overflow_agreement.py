@@ -53,7 +53,7 @@ class OverflowAgreement:
         self._passes = [0] * len(scalers)
         # The groups to agree over, for some members and wrappers.
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
-        # Whether a verdict is made in steps alone: ranks may end other numbers of blocks.
+        # True: a verdict is made in steps alone, as ranks may end other numbers of blocks.
         self._agrees_in_steps = False
 
     def follow_shards(self) -> list[Undo]:
@@ -62,12 +62,12 @@ class OverflowAgreement:
         self.exchange.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
         self._reduce_over(groups_of(meshes_of(parameters), self.stages.group))
         # Stages call forwards of micro-batches, each as often as it likes.
-        follows = any(map(is_sharded, parameters)) and not self.stages.is_given
+        follows = any(map(is_sharded, parameters)) and not self.stages.are_named
         return [self.exchange.follow_forwards(model) for model in models] if follows else []
 
     def before_forward(self, wrapper: Any) -> None:
         """Take part in a verdict that is owed before a DistributedDataParallel's forward exchanges anything."""
-        if not self.stages.is_given and self.groups():
+        if not self.stages.are_named and self.groups():
             self.exchange.before_forward(wrapper)
 
     @property
@@ -178,7 +178,7 @@ class OverflowAgreement:
         """
         before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
-        return torch.tensor(counts if len(counts) > 1 and not self.stages.is_given else [], dtype=torch.float32)
+        return torch.tensor(counts if len(counts) > 1 and not self.stages.are_named else [], dtype=torch.float32)
 
     def groups(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
@@ -205,7 +205,7 @@ class OverflowAgreement:
 
     def _reduce_over(self, groups: Sequence[Group]) -> None:
         losses = len(self._scalers)
-        numbers = losses + (losses if losses > 1 and not self.stages.is_given else 0) + (not self.agrees_together)
+        numbers = losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
         self.exchange.groups, self.exchange.size = groups, self._slots + 2 * losses + 2 * numbers
         first = next(iter(self._guard.parameters()), None)
         self.exchange.device = torch.device("cpu") if first is None else first.device

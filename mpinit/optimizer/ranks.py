@@ -54,7 +54,7 @@ _INSIDE_BACKWARD: Final = (
     "optimizer.step() was called inside of backward(), and gradients are added up over ranks when that is over: every "
     "rank would step by its own. Call it after backward(), or train in one process"
 )
-_LEFT_OUT: Final = (
+_NO_OPTIMIZER: Final = (
     "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
     "for it to agree on overflow: give initialize the optimizer, or await_optimizers=True and add it later"
 )
@@ -266,8 +266,8 @@ class Ranks:
             return
         self.unite_pending()
         rule = self._scalers[0].rule
-        if self.overflow.stages.is_left_out and rule.skips:
-            raise RuntimeError(_LEFT_OUT)
+        if self.overflow.stages.are_without_this_rank and rule.skips:
+            raise RuntimeError(_NO_OPTIMIZER)
         ties = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
         if not ties and rule.dynamic and has_other_processes():
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))

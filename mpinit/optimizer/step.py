@@ -199,7 +199,7 @@ class GradientChecks:
                 agree_on([self], checks_again=False)
             self.has_own_checks = False
         elif not (is_distributed() and self.ranks.overflow.has_groups):
-            for scaler in self._take_due():
+            for scaler in self._pop_due():
                 if self.has_own_checks:
                     # This rank's gradients alone overflowed: no reason to move a scale that others have, too.
                     scaler.found_inf = None
@@ -209,7 +209,7 @@ class GradientChecks:
             return False  # the counts of ranks stay the same where one alone has overflowed, and no step was due yet
         return bool(found_inf.item() > 0)
 
-    def _take_due(self) -> list[LossScaler]:
+    def _pop_due(self) -> list[LossScaler]:
         due, self._due = list(self._due), {}
         return due
 
@@ -298,7 +298,7 @@ def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), 
     """
     for each in several if checks_again else ():
         each._check_again()
-    pending = dict.fromkeys([*due, *(scaler for each in several for scaler in each._take_due())])
+    pending = dict.fromkeys([*due, *(scaler for each in several for scaler in each._pop_due())])
     if is_distributed():
         overflow = several[0].ranks.overflow
         overflow.agree([(each._members, each._gradients) for each in several], list(pending))
