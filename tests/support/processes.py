@@ -250,9 +250,13 @@ def run_all(checks: Checks, report: Path, store: dist.Store, rank: int, count: i
             # Ranks that wait for another's collective say so, one after the other, before they are ended.
             timeout = store.timeout / 4
             dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=count, timeout=timeout)
-            # No rank may end its process while another still connects to it.
+            # No rank may end its process while another still connects to it, nor rank 0 while another still waits for
+            # that: its process has the store.
             store.set(f"connected {number} {rank}", "")
             store.wait([f"connected {number} {other}" for other in range(count)])
+            store.set(f"begins {number} {rank}", "")
+            if rank == 0:
+                store.wait([f"begins {number} {other}" for other in range(count)])
         store.set(f"outcome {number} {rank}", outcome_of(run))
         all_of_them = [store.get(f"outcome {number} {other}").decode() for other in range(count)]
         outcomes[name] = "\n".join(outcome for outcome in all_of_them if outcome != "ok") or "ok"
