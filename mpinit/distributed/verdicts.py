@@ -27,14 +27,12 @@ class Verdicts:
     Attributes:
         groups: the process groups to reduce over, in the same order on every rank.
         size: the length of the vector.
-        device: of the models, from which a group that communicates on several devices is asked.
         fsdp_groups: FSDP2's groups of parameters, which say whether gradients are reduced.
     """
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
         self.size = 0
-        self.device = torch.device("cpu")
         self.fsdp_groups: Sequence[Any] = ()
         self._owes_one = False
 
@@ -43,7 +41,7 @@ class Verdicts:
         self._owes_one = False
         agreed = vector.clone()
         for group in self.groups:
-            there = agreed.to(device_for(group, self.device))
+            there = agreed.to(device_for(group, agreed.device))
             torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=group)
             agreed = there.to(vector.device)
         return agreed
@@ -64,7 +62,9 @@ class Verdicts:
         if not self.groups:
             return
         if self._owes_one:
-            self.agree(torch.full((self.size,), _NEUTRAL))
+            # The device is that of the other ranks' gradients; a model of the meta device has got its memory by now.
+            first = next(module.parameters(), None)
+            self.agree(torch.full((self.size,), _NEUTRAL, device=None if first is None else first.device))
         self._owes_one = torch.is_grad_enabled() and self._will_be_reduced(module)
 
     def _will_be_reduced(self, module: Any) -> bool:

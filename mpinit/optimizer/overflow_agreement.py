@@ -55,6 +55,8 @@ class OverflowAgreement:
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
         # True: a verdict is made in steps alone, as ranks may end other numbers of blocks.
         self._agrees_in_steps = False
+        # Whether models are averaged by something that mpinit does not know.
+        self._averages_weights = False
 
     def follow_shards(self) -> list[Undo]:
         """Follow the forwards of sharded models, all ranks of which agree; return what ends that."""
@@ -195,8 +197,7 @@ class OverflowAgreement:
             averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
             averagers = [each if hasattr(each, "process_group") else None for each in averagers]
             averaging = [each.process_group for each in averagers if each is not None]
-            if local and None in averagers:
-                self._check_averages_masters()
+            self._averages_weights = bool(local) and None in averagers
             self._agrees_in_steps = self.stages.are_replicas or (bool(averaging) and not wrappers)
             found = sorted([*found, *averaging], key=lambda group: str(group.group_name))
             self._groups = key, groups_of(meshes_of(stepped), self.stages.group, *found)
@@ -207,8 +208,6 @@ class OverflowAgreement:
         losses = len(self._scalers)
         numbers = losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
         self.exchange.groups, self.exchange.size = groups, self._slots + 2 * losses + 2 * numbers
-        first = next(iter(self._guard.parameters()), None)
-        self.exchange.device = torch.device("cpu") if first is None else first.device
 
     def _stepped(self) -> list[nn.Parameter]:
         for members in self._members:
@@ -216,8 +215,10 @@ class OverflowAgreement:
                 members.sync_groups()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
 
-    def _check_averages_masters(self) -> None:
-        if any(members.masters for members in self._members):
+    def check_averages_masters(self) -> None:
+        """Refuse a step where what averages the models over ranks would average 16-bit weights."""
+        self.groups()
+        if self._averages_weights and any(members.masters for members in self._members):
             raise RuntimeError(
                 "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
                 "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("

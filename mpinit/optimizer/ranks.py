@@ -265,6 +265,7 @@ class Ranks:
         if not is_distributed():
             return
         self.unite_pending()
+        self.overflow.check_averages_masters()
         rule = self._scalers[0].rule
         if self.overflow.stages.are_without_this_rank and rule.skips:
             raise RuntimeError(_NO_OPTIMIZER)
