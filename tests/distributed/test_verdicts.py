@@ -33,7 +33,7 @@ def averaged(model: nn.Module) -> None:
 
 def built(kind: str, level: str, **more: Any) -> tuple[Any, nn.Module, Any]:
     """A model on two ranks or one."""
-    model: Any = engines.sharded() if kind == "fsdp" else engines.CASE.build()
+    model: Any = engines.sharded(engines.mesh(dist.get_world_size())) if kind == "fsdp" else engines.CASE.build()
     optimizer = engines.sgd_of(model)
     given = {"process_group": dist.group.WORLD} if kind == "by hand" else {}
     mpinit.initialize(model, optimizer, **LEVELS[level] | HIGH | given | more)
