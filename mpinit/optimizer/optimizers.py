@@ -146,16 +146,21 @@ class ManagedOptimizers:
 
     def remove(self, optimizer: Optimizer | None) -> None:
         """Drop what is known of an optimizer, and of those that were freed."""
-        if optimizer is not None:
-            self._managed.pop(optimizer, None)
-        known = {id(managed.members) for managed in self if "members" in vars(managed)}
-        members = self.shared.members
+        members, checks = self.shared.members, self.shared.checks
+        managed = None if optimizer is None else self._managed.pop(optimizer, None)
+        if managed is not None:
+            own = {id(vars(managed).get(name)) for name in ("members", "checks")}
+            gone = {id(each) for each in (*members, *checks) if id(each) in own}
+        else:
+            known = {
+                id(each) for managed in self for name, each in vars(managed).items() if name in ("members", "checks")
+            }
+            gone = {id(each) for each in (*members, *checks) if id(each) not in known}
         for each in members:
-            for master in each.masters if id(each) not in known else ():
+            for master in each.masters if id(each) in gone else ():
                 master.optimizers -= 1
-        members[:] = [each for each in members if id(each) in known]
-        checks = {id(managed.checks) for managed in self if "checks" in vars(managed)}
-        self.shared.checks[:] = [each for each in self.shared.checks if id(each) in checks]
+        members[:] = [each for each in members if id(each) not in gone]
+        checks[:] = [each for each in checks if id(each) not in gone]
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class OverflowAgreement:
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
         # True: a verdict is made in steps alone, as ranks may end other numbers of blocks.
         self._agrees_in_steps = False
-        # Whether models are averaged by something that mpinit does not know.
+        # True: something that mpinit does not know averages the models.
         self._averages_weights = False
 
     def follow_shards(self) -> list[Undo]:

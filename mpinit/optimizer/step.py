@@ -436,9 +436,8 @@ class WeakMethod:
         return self.__func__(self.__self__ if owner is None else owner, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in WeakMethod.__slots__:
-            raise AttributeError(name)  # one that copy or pickle has not filled yet
-        return getattr(self.__func__, name)
+        # Not self.__func__: one that copy or pickle has not filled yet would come back here.
+        return getattr(object.__getattribute__(self, "__func__"), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeakMethod":
         return WeakMethod(self.__func__, copy.deepcopy(self.__self__, memo))

@@ -67,7 +67,7 @@ def trained(name: str, style: str, level: str, what: str) -> tuple[engines.State
 
 @ranks(4, *ALWAYS, long=CELLS)
 def test_left_out_as_by_hand(name: str, style: str, level: str, what: str) -> None:
-    """The bits of the same loop in plain torch."""
+    """Compare with the bits of the same loop in plain torch."""
     engine = engines.ENGINES[name]
     state, _ = trained(name, style, level, what)
     leaves_out = {CYCLE: what} if dist.get_rank() == RANK else {}

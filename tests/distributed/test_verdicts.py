@@ -111,7 +111,7 @@ def test_too_many_overflows_are_refused_without_steps(kind: str) -> None:
 
 @ranks(2)
 def test_overflow_under_no_sync_counts_where_gradients_are_reduced() -> None:
-    """An overflow of one rank that is cleared before the reduction moves no scale, and parts no ranks."""
+    """Clear an overflow of one rank before the reduction: no scale moves, and no ranks part."""
     model = engines.CASE.build()
     optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, **LEVELS["O2"] | HIGH)
@@ -134,7 +134,7 @@ def test_overflow_under_no_sync_counts_where_gradients_are_reduced() -> None:
 
 @ranks(2, ("fsdp",), ("by hand",), ("two losses",))
 def test_overflow_beside_a_step_that_one_rank_leaves_out(kind: str) -> None:
-    """The scale backs off on both ranks, and the one that steps skips."""
+    """Back the scale off on both ranks; the one that steps skips."""
     losses = {"num_losses": 2} if kind == "two losses" else {}
     runs, model, optimizer = built("ddp" if losses else kind, "O2", **losses)
     for index, batch in enumerate(map(engines.mine, engines.CASE.batches(4))):
@@ -150,7 +150,7 @@ def test_overflow_beside_a_step_that_one_rank_leaves_out(kind: str) -> None:
 
 @ranks(2, ("cleared",), ("kept",))
 def test_ranks_that_average_by_hand_may_add_up_other_numbers_of_passes(end: str) -> None:
-    """As in plain torch; and one that leaves out a step keeps no other waiting."""
+    """Train as plain torch does; one that leaves out a step keeps no other waiting."""
     states = []
     for is_plain in (True, False):
         model = engines.CASE.build()
@@ -218,7 +218,7 @@ def pipeline(kind: str, level: str, leaves_out: bool, is_plain: bool) -> engines
     long=[(kind, "O0", out) for kind in ("plain", "frozen", "two optimizers") for out in (False, True)],
 )
 def test_stages_with_other_numbers_of_optimizers(kind: str, level: str, leaves_out: bool) -> None:
-    """All skip a step that overflowed in one, and none waits for a stage that leaves one out."""
+    """Skip a step on all stages that overflowed in one; none waits for a stage that leaves one out."""
     ours = pipeline(kind, level, leaves_out, is_plain=False)
     engines.assert_close(ours, pipeline(kind, level, leaves_out, is_plain=True), tolerance=1e-6)
 

@@ -157,7 +157,7 @@ def test_a_copy_of_a_plain_list_of_models_keeps_what_is_shared(level: str) -> No
     assert first.layer is second
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [level for level in LEVELS if level not in ("O0", "O1", "O4")])
 def test_data_parallel_is_refused_when_it_makes_its_replicas(level: str) -> None:
     _, model, _ = initialised("cnn", level, torch.float16)
     with pytest.raises(RuntimeError, match=r"DataParallel makes copies of .* use DistributedDataParallel"):

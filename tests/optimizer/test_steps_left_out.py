@@ -66,7 +66,7 @@ def test_other_ends_of_gradients_are_no_skipped_steps() -> None:
 
 
 def test_gradients_of_another_optimizers_loss_are_no_steps() -> None:
-    """A generator's loss leaves gradients on its discriminator, which are dropped."""
+    """Drop the gradients that a generator's loss leaves on its discriminator."""
     made, judge = mlp(), torch.nn.Linear(1, 1)
     optimizers = [SGD(made.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.1)]
     mpinit.initialize([made, judge], optimizers, "O2", init_loss_scale=2.0**14, verbosity=0)
