@@ -101,6 +101,10 @@ class MixedPrecision(Precision):  # type: ignore[misc]
                 tensor = stack.enter_context(amp.scale_loss(tensor, list(session.optimizers)))
             super().backward(tensor, model, *args, **kwargs) if self._has_trainer else tensor.backward(*args, **kwargs)
 
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by a norm that is computed in float32, also of 16-bit gradients."""
+        amp.clip_grad_norm_(optimizer, clip_val)
+
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Step; run the closure before, unless the optimizer calls it itself, as LBFGS does."""
         registry.session_meant(optimizer)
