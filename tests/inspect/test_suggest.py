@@ -236,6 +236,7 @@ CURES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the eps of")  # of norms that the suggestion leaves in 16 bits, on purpose
 @pytest.mark.long
 @pytest.mark.parametrize("name", CURES)
 def test_modules_of_one_kind_are_kept_together_and_the_suggestion_trains(name: str) -> None:
