@@ -4,6 +4,7 @@ Below the public face: casts are switched on without a model.
 """
 
 import copy
+import gc
 import importlib
 import inspect
 import itertools
@@ -32,6 +33,7 @@ from mpinit.torch_internals.native_autocast import is_on
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_last_undo_of_several_sessions_restores_torch(order: tuple[int, ...]) -> None:
+    gc.collect()  # sessions of other tests, which would end in the middle of this one
     before = namespace()
     undos = [
         apply(o1_plan()),

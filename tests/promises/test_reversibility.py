@@ -24,6 +24,7 @@ pytestmark = pytest.mark.device
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("network", "optimizer"), [("cnn", "sgd"), ("lstm", "adam"), ("transformer", "adamw_fused")])
 def test_undo_without_training_leaves_no_trace(network: str, optimizer: str, kind: str) -> None:
+    gc.collect()  # sessions of other tests, which would end in the middle of this one
     model, trainer = set_up(network, optimizer)
     before = Snapshot(model, trainer)
     mpinit.initialize(model, trainer, verbosity=0, **KINDS[kind])
