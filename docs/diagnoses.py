@@ -1,4 +1,4 @@
-"""How often each tool is right about planted and healthy models: ``python docs/measure.py diagnoses``."""
+"""Measure how often each tool is right about planted and healthy models: ``python docs/measure.py diagnoses``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one way came to: loss and accuracy on the test set, weights that are what they were, bytes per parameter."""
+    """The result of one way to train: test loss and accuracy, the share of unmoved weights, bytes per parameter."""
 
     way: str
     loss: float

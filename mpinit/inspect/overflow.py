@@ -323,7 +323,7 @@ class OverflowWatch:
 
 @dataclass
 class _Harm:
-    """Where inf and nan arrived: the faults that they come from; None where nothing arrived.
+    """Find the faults whose inf and nan arrived; None if nothing arrived.
 
     Attributes:
         sees_gradients: whether the gradient of a parameter was seen.

@@ -691,7 +691,7 @@ def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch
 
 
 class Places:
-    """Where the 16-bit parameters and buffers of some models are: as of the last look, while the modules are as then.
+    """The places of the 16-bit parameters and buffers of some models, found again only after a module has changed.
 
     Attributes:
         found: the dict of a module's parameters or buffers, a name, and the tensor there.

@@ -1,4 +1,4 @@
-"""Where apex's amp differs from mpinit's: one list of scalers, and one overflow for all optimizers of a loss.
+"""Differences between apex's amp and mpinit's: one list of scalers, and one overflow for all optimizers of a loss.
 
 Below the public face: these modules are what scripts import as ``apex``.
 """

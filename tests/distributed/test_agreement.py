@@ -1,4 +1,4 @@
-"""What ranks must agree on: words, numbers, policies.
+"""Agreement of ranks: settings, numbers, policies.
 
 Below the public face: groups of FSDP that a single process cannot make are stand-ins.
 """

@@ -237,7 +237,7 @@ class Collectives(TorchDispatchMode):
 
 
 def sent(name: str, level: str | None, losses: int = 1) -> Counter[str]:
-    """What a step sends, by mpinit or in plain torch."""
+    """Count what a step sends, by mpinit or in plain torch."""
     engine = engines.ENGINES[name]
     more = {"num_losses": losses, "loss_scale": "dynamic"}
     if level is None:

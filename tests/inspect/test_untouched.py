@@ -1,4 +1,4 @@
-"""What looks at a training leaves it as it is, and finds the faults that are planted.
+"""Inspectors leave a training as it is, and find the faults that are planted.
 
 Below the public face: the registry shows that no session is left.
 """

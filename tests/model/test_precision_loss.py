@@ -1,4 +1,4 @@
-"""What a cast spoils for good is named at set-up, with the entry that keeps it; what only loses lower bits is not.
+"""Set-up names numbers that a cast spoils for good, with the entry that keeps them, and no others.
 
 Below the public face: the criterion is tried on many tensors, without a model.
 """

@@ -1,4 +1,4 @@
-"""What others do with a patched forward: wrap it, replace it, export it, trace it, script it, compile it.
+"""Uses of a patched forward: wrap it, replace it, export it, trace it, script it, compile it.
 
 Below the public face: the registry shows that a wrapper keeps no session alive.
 """

@@ -1,4 +1,4 @@
-"""What initialize refuses: models that others have wrapped, sessions that would share weights; and in which order.
+"""Refusals of initialize: models that others have wrapped, sessions that would share weights; and in which order.
 
 Below the public face: the registry shows what is disabled.
 """
