@@ -51,7 +51,7 @@ PLANTED = '''"""Whether this module is one."""
 
 class Forgotten:
     def take(self, given):
-        """Return the line of a sentence."""
+        """Of a sentence."""
         self.held = told = 1  # What a trailing comment says is not an opening.
         # What a comment of its own opens with is one.
         return "take given"
