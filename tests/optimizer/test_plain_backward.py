@@ -67,6 +67,7 @@ def test_a_process_group_that_comes_after_initialize(setting: str, late: bool) -
             by_hand.clear()
             by_hand.backward(batch)
             by_hand.step()
+        del wrapped  # whose reducer would be the last to hold the group
     finally:
         dist.destroy_process_group()
     same(model.parameters(), by_hand.model.parameters())
