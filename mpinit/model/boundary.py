@@ -94,6 +94,7 @@ class ForwardGuard:
             if first is not None and first.weight.grad_dtype is not None:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
+        self._values.ran_eagerly = True
         if self.has_float32_values:
             with self._lock:
                 self._values.apply_writes()

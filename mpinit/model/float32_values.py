@@ -67,6 +67,7 @@ class Float32Values:
         casts: of all other tensors.
         block_parameters: of the blocks so far.
         places: of the models' 16-bit tensors.
+        ran_eagerly: whether a forward that was not compiled ran since the last step. Such a forward applies writes.
     """
 
     def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
@@ -84,6 +85,7 @@ class Float32Values:
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
         self.places = Places(models)
+        self.ran_eagerly = False
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 

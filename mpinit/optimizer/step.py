@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
+from ..model.float32_values import Float32Values
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import grads_of
-from ..torch_internals.compiling_with_gradients import follow_dynamo
+from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
@@ -46,6 +47,13 @@ _SPOILED: Final = (
     "that there was none: a step would be skipped on this rank alone. Move what writes to the gradients (a penalty, a "
     "hook) into the block, behind backward()"
 )
+
+
+def _warn_of_late_writes(values: Float32Values, warned: set[str]) -> None:
+    """Warn once of writes to handed-out tensors that the last forward pass has not used."""
+    if _LATE not in warned and values.has_unapplied_writes():
+        warned.add(_LATE)
+        warn_user(_LATE)
 
 
 class GradientChecks:
@@ -84,11 +92,8 @@ class GradientChecks:
     def before_backward(self) -> None:
         """Prepare for the backward pass of a scaled loss."""
         self._members.sync_groups()
-        values = self._members.values
-        values.apply_gradients()
-        if values.has_unapplied_writes() and _LATE not in self._warned:
-            self._warned.add(_LATE)
-            warn_user(_LATE)
+        self._members.values.apply_gradients()
+        _warn_of_late_writes(self._members.values, self._warned)
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -137,7 +142,11 @@ class GradientChecks:
         """
         self._members.sync_groups()
         self.check_gradients(what)
-        self._members.values.apply_writes()
+        values = self._members.values
+        if has_compiled() and not values.ran_eagerly:
+            _warn_of_late_writes(values, self._warned)  # after a plain backward pass, which nothing checks
+        values.ran_eagerly = False
+        values.apply_writes()
         self.agree()
         # LR schedulers warn where no step came before them: a skipped one did.
         self._members.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -104,8 +104,8 @@ def test_scales_are_compared_over_a_store_in_a_file(who: str, outcome: str) -> N
         with engines.refused(RuntimeError, "loss scales of this rank") if refuses else contextlib.nullcontext():
             train(wrapped, optimizer, [engines.mine(engines.CASE.batches(1)[0])], engines.CASE.loss)
         engines.assert_one("alive")
-        # DDP's reducer holds the group. Where it is the last to do so, its destructor keeps Python's lock, and a thread of
-        # gloo that waits for the lock to free the tensors of a collective never ends.
+        # DDP's reducer holds the group. If it is the last to do so, its destructor keeps Python's lock, and a thread
+        # of gloo that waits for the lock to free the tensors of a collective never ends.
         del wrapped
     finally:
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -1517,6 +1518,33 @@ def test_write_that_a_compiled_forward_has_not_used_is_warned_of(way: str) -> No
     optimizer.step()
     expected = written.detach() if way == "master" else state["0.weight"] - 0.1
     torch.testing.assert_close(model.state_dict()["0.weight"], expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("way", ["entry", "master"])
+@pytest.mark.parametrize("level", ["O5", "O2"])
+def test_plain_backward_after_a_compiled_forward_warns_of_the_write(level: str, way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    compiled = torch.compile(model, backend="eager")
+    state, masters = model.state_dict(), list(mpinit.master_params(optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            compiled(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Written before the step of an iteration whose forward ran eagerly: that is what the loop asks for.
+        model(torch.ones(1, 4)).sum().backward()
+        with torch.no_grad():
+            masters[0].mul_(0.5)
+        optimizer.step()
+    with torch.no_grad():
+        (model.state_dict() if way == "entry" else dict(zip(state, masters, strict=True)))["0.weight"].clamp_(-0.1, 0.1)
+    optimizer.zero_grad()
+    compiled(torch.ones(1, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="has not used the new numbers"):
+        optimizer.step()
 
 
 # -- sequences at random ----------------------------------------------------------------------------------------------
