@@ -14,7 +14,7 @@ import pytest
 import torch
 from casts import BF16, FP32, HALF, in_thread, listed_on_cpu_only, o1_plan, product_dtype
 from interruptions import Where, interrupt, places
-from undo_snapshots import differences, namespace
+from undo_snapshots import differences, end_dropped_sessions, namespace
 
 import mpinit
 from mpinit.functions import apply
@@ -30,8 +30,7 @@ class Owner:
 @pytest.fixture
 def before() -> Iterator[dict[str, object]]:
     """What stood before the test, which comes back with the next session that is undone."""
-    gc.collect()
-    mpinit.undo(mpinit.initialize(torch.nn.Linear(1, 1), opt_level="O0", verbosity=0))  # takes what other tests dropped
+    end_dropped_sessions()
     before = namespace()
     yield before
     apply(o1_plan())()

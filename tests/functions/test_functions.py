@@ -4,7 +4,6 @@ Below the public face: casts are switched on without a model.
 """
 
 import copy
-import gc
 import importlib
 import inspect
 import itertools
@@ -24,7 +23,7 @@ from torch.autograd import backward, grad
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_leaves
-from undo_snapshots import differences, namespace
+from undo_snapshots import differences, end_dropped_sessions, namespace
 
 import mpinit
 from mpinit.functions import apply
@@ -33,7 +32,7 @@ from mpinit.torch_internals.native_autocast import is_on
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_last_undo_of_several_sessions_restores_torch(order: tuple[int, ...]) -> None:
-    gc.collect()  # sessions of other tests, which would end in the middle of this one
+    end_dropped_sessions()
     before = namespace()
     undos = [
         apply(o1_plan()),
@@ -75,6 +74,7 @@ def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_
 
 
 def test_undo_in_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:
+    end_dropped_sessions()
     before = namespace()
     undo = apply(o1_plan())
     with caplog.at_level(logging.WARNING, "mpinit"):

@@ -14,17 +14,21 @@ import torch.optim.swa_utils
 from models import CASES, LEVELS, train, train_plainly
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from undo_snapshots import KINDS, Snapshot, rounds, set_up
+from undo_snapshots import KINDS, Snapshot, end_dropped_sessions, rounds, set_up
 
 import mpinit
 
 pytestmark = pytest.mark.device
 
 
+@pytest.fixture(autouse=True)
+def _no_dropped_sessions() -> None:
+    end_dropped_sessions()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("network", "optimizer"), [("cnn", "sgd"), ("lstm", "adam"), ("transformer", "adamw_fused")])
 def test_undo_without_training_leaves_no_trace(network: str, optimizer: str, kind: str) -> None:
-    gc.collect()  # sessions of other tests, which would end in the middle of this one
     model, trainer = set_up(network, optimizer)
     before = Snapshot(model, trainer)
     mpinit.initialize(model, trainer, verbosity=0, **KINDS[kind])

@@ -1,14 +1,17 @@
 """Snapshots of torch, a model and an optimizer: what the tests of undo compare before and after."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from casts import o1_plan
 from models import CASES, OPTIMIZERS, train_plainly
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_module_registration_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from mpinit import functions
 from mpinit.torch_internals import native_autocast
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,6 +33,12 @@ NAMESPACES = (
     torch.nn.MultiheadAttention, torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam, torch._VF,
     torch.backends.mha,
 )  # fmt: skip
+
+
+def end_dropped_sessions() -> None:
+    """End O1's sessions that earlier tests dropped without undo: the next session removes their wrappers from torch."""
+    gc.collect()
+    functions.apply(o1_plan())()
 
 
 def namespace() -> dict[str, Any]:
