@@ -493,9 +493,12 @@ def two_passes(kept: str, first: str) -> tuple[list[Tensor], list[Tensor]]:
 def test_gradients_that_are_reduced_together_have_one_scale(kept: str, first: str) -> None:
     """Keep the gradients of an earlier pass, such as of another loss: each counts once."""
     ours, expected = two_passes(kept, first)
+    total = torch.cat([theirs.flatten() for theirs in expected]).norm()
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=2e-2)
-        assert float(theirs.norm()) == 0.0 or abs(float(mine.norm() / theirs.norm()) - 1.0) < 1e-2
+        # A bias in front of a norm has the gradient 0 but for float16's errors, which differ by processor.
+        assert float(theirs.norm() / total) < 1e-2 or abs(float(mine.norm() / theirs.norm()) - 1.0) < 1e-2
+    assert sum(bool(theirs.norm() / total >= 1e-2) for theirs in expected) > len(expected) / 2
 
 
 @ranks(2)
