@@ -1,6 +1,6 @@
 """Sharded parameters: access to DTensors, and FSDP2's groups of parameters.
 
-All without importing torch's distributed packages, which are slow to import.
+Nothing here imports torch's distributed packages, which are slow to import.
 """
 
 import copy
@@ -26,11 +26,11 @@ def has_other_processes() -> bool:
 
 
 def arriving_gradient_dtype() -> torch.dtype | None:
-    """Return the dtype in which autograd accumulates gradients on a 16-bit weight that has a float32 master.
+    """Return the ``grad_dtype`` of a 16-bit weight that has a float32 master.
 
     Returns:
-        float32; None (any) where ranks may exchange gradients in buckets of the weights' type, which then lie in
-        ``weight.grad``.
+        float32. In a process group None, which lets autograd keep any dtype: DDP's buckets have the weights' dtype, and
+        ``weight.grad`` may be a view of one.
     """
     return None if is_distributed() else torch.float32
 
@@ -109,7 +109,7 @@ def groups_of_fsdp(modules: Collection[nn.Module]) -> list[Any]:
     for module in modules:
         if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            # torch 2.11 has one group of a module, or None; from 2.12 on it is a list of any length.
+            # In torch 2.11 a module has one group or None. From 2.12 on it has a list.
             if hasattr(state, "_fsdp_param_groups"):
                 groups += state._fsdp_param_groups
             elif state._fsdp_param_group is not None:
@@ -128,14 +128,14 @@ def unreduced_gradients(groups: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def reshard(modules: Collection[nn.Module]) -> bool:
-    """Let FSDP restore the shards on modules that have gathered weights since a forward, also a failed one.
+    """Let FSDP put the shards back on modules whose weights a forward has gathered, even if that forward failed.
 
     Returns:
         Whether FSDP manages any of the modules.
     """
     groups = groups_of_fsdp(modules)
     for group in groups:
-        # After an exception FSDP's state is still that of a forward, and it does not reshard.
+        # After an exception in a forward FSDP's state is still FORWARD, in which reshard() may keep weights gathered.
         group._training_state = type(group._training_state).IDLE
         group.reshard()
     return bool(groups)
@@ -144,8 +144,8 @@ def reshard(modules: Collection[nn.Module]) -> bool:
 def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[torch.Tensor]) -> str:
     """Return the error text if parameters were replaced after an optimizer was made from them; "" if none were.
 
-    ``fully_shard``, ``parallelize_module`` and FSDP1 replace a module's parameters. ``to_empty`` does if it cannot
-    allocate the present ones. Parameters of a loss function, which no model has, do not count as replaced.
+    ``fully_shard``, ``parallelize_module`` and FSDP1 replace a module's parameters. ``to_empty`` replaces parameters of
+    the meta device. Parameters that are in no model, as those of a loss function, do not count as replaced.
     """
     present, known = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
     gone = [parameter for key, parameter in known.items() if key not in present]
@@ -198,7 +198,7 @@ def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, 
 def gathered_dtypes(
     modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]
 ) -> dict[torch.Tensor, torch.dtype]:
-    """Find float32 shards that FSDP can gather in the dtype of their forward, and that dtype."""
+    """Map float32 shards to the 16-bit dtype in which FSDP can gather them for a forward."""
     found: dict[torch.Tensor, torch.dtype] = {}
     for group in groups_of_fsdp(modules):
         parameters = [entry.sharded_param for entry in group.fsdp_params]
@@ -209,9 +209,9 @@ def gathered_dtypes(
 
 
 def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torch.dtype]) -> Callable[[], None]:
-    """Let FSDP gather float32 shards in 16 bit, and reduce their gradients in float32.
+    """Let FSDP gather float32 shards in 16 bit, and reduce gradients in float32 unless its policy names a dtype.
 
-    Takes effect with :func:`rebuild_groups`, its undo as well.
+    The change takes effect when :func:`rebuild_groups` is called. So does the undo, which is returned.
     """
     before: list[tuple[Any, Any]] = []
     for group in groups_of_fsdp(modules):
@@ -219,7 +219,7 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
             (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
         )
         if dtype is not None:
-            # Up to torch 2.13 a group has a policy, too.
+            # Up to torch 2.13 a group has a policy beside those of its parameters.
             for holder in (*([group] if hasattr(group, "mp_policy") else []), *group.fsdp_params):
                 policy = holder.mp_policy
                 before.append((holder, policy))
@@ -234,7 +234,7 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
 
 
 def rebuild_groups(modules: Collection[nn.Module]) -> None:
-    """Let FSDP read its parameters again after a cast, because it keeps their data and buffers of their dtype."""
+    """Let FSDP read its parameters again after a cast: it keeps their data, and buffers of their old dtype."""
     for group in groups_of_fsdp(modules):
         for entry in group.fsdp_params:
             entry.reset_sharded_param()

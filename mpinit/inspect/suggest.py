@@ -1,4 +1,4 @@
-"""``mpinit.suggest``: trains copies in float32 and in 16 bits, and finds a configuration that agrees."""
+"""``mpinit.suggest``: train copies in float32 and in 16 bits, and find a configuration with which the losses agree."""
 
 import fnmatch
 import inspect
@@ -21,16 +21,18 @@ from .trials import Trial, Trials, UserStep
 
 # No activation of a network that trains is this large.
 _DIVERGED: Final = 1e15
-# A parameter underflows where this share of the elements that should have a gradient has none.
-_GONE: Final = 0.5
-# Training that takes off less than this share of the loss shows nothing; then gradients are compared.
-_LITTLE: Final = 0.02
-# Rounding noise in a gradient averages out over steps; of a gradient off by more than this, half is noise.
+# A parameter underflows if this share of the gradient's elements is 0 here and not in float32.
+_UNDERFLOW_SHARE: Final = 0.5
+# If float32 training decreases the loss by a smaller share than this, losses show too little, and gradients have to
+# agree within the tolerance.
+_LEAST_DECREASE: Final = 0.02
+# The largest relative error of gradients where losses agree. Rounding noise averages out over steps, but a gradient
+# with a larger error is mostly noise.
 _MOST_NOISE: Final = 0.5
 _FLOAT32: Final = "float32"
 _LAST_LEVEL: Final = "O5"
-# Runs at one level that keep modules in float32.
-_MOST_CURES: Final = 3
+# How many runs at one level try to keep further modules in float32.
+_MOST_ATTEMPTS: Final = 3
 
 
 def suggest(
@@ -47,9 +49,10 @@ def suggest(
     It trains copies for 8 steps: in float32, and at each level with the level's own loss scale. A level agrees if its
     steps are not skipped, the loss decreases as in float32, and no gradient is lost.
 
-    If a level does not agree, it searches the first operation that overflowed. Then it searches a cure: runs in float32
-    with rounded inputs, and runs at the level with modules or inputs kept in float32. Modules of one kind, such as
-    ``blocks.*.attn``, are kept together. O5 is always tried before float32 is advised.
+    If a level does not agree, ``suggest`` searches for the first operation that overflowed. Then it tries to keep
+    inputs or modules in float32: first it trains in float32 with rounded inputs, to find those that must not be
+    rounded, then at the level with ``keep_inputs`` or ``keep_fp32``. Modules of one kind, such as ``blocks.*.attn``,
+    are kept together. O5 is always tried before float32 is advised.
 
     Model, optimizer, gradients and random numbers do not change, also after an exception. Every run starts with the
     same random numbers.
@@ -91,7 +94,7 @@ def suggest(
     _check_step(step, model, optimizer)
     with same_random_numbers() as again:
         trials = Trials(model, optimizer, step, again)
-        return _Doctor(trials, tolerance, keywords).examine(levels)
+        return _Examination(trials, tolerance, keywords).run(levels)
 
 
 def _check_step(step: Any, model: nn.Module, optimizer: Optimizer) -> None:
@@ -99,7 +102,7 @@ def _check_step(step: Any, model: nn.Module, optimizer: Optimizer) -> None:
     try:
         signature = inspect.signature(step)
     except ValueError:
-        return  # of a builtin, which has none
+        return  # a builtin function, which has no signature to read
     except TypeError:
         raise TypeError(f"step must be a function of a model and an optimizer, not {type(step).__name__}") from None
     try:
@@ -112,15 +115,15 @@ def _check_step(step: Any, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @dataclass(frozen=True)
-class _Cure:
-    """Arguments that are added to a level."""
+class _Added:
+    """Arguments that are added to those of a level, so that the level agrees with float32."""
 
     keep_fp32: tuple[str, ...] = ()
     keep_inputs: tuple[str, ...] = ()
     loss_scale: str | None = None
 
-    def added_to(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keywords with the cure in them."""
+    def merged_into(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keywords with these arguments in them."""
         words = dict(keywords)
         for name, more in (("keep_fp32", self.keep_fp32), ("keep_inputs", self.keep_inputs)):
             if more:
@@ -142,8 +145,14 @@ def _listed(value: Any) -> list[Any]:
 
 
 @dataclass
-class _Doctor:
-    """One examination."""
+class _Examination:
+    """One call of :func:`suggest`.
+
+    Attributes:
+        trials: trains the copies.
+        runs, findings: what was found so far.
+        reference: the trial in float32.
+    """
 
     trials: Trials
     tolerance: float
@@ -158,34 +167,35 @@ class _Doctor:
         assert self.reference.watch is not None
         return self.reference.watch
 
-    def examine(self, levels: Sequence[str]) -> Suggestion:
+    def run(self, levels: Sequence[str]) -> Suggestion:
+        """Try the levels in their order."""
         types = {_lower_type(level, self._keywords_at(level)) for level in (*levels, _LAST_LEVEL)}
         narrow = [dtype for dtype in types if dtype is not None]
         self.reference = trial = self.trials.run("O0", {}, watched=narrow)
         loss = trial.losses[0] if trial.losses else math.nan
         self.runs.append(Run(_FLOAT32, (), loss, 0.0, 0.0, (), not self.seen.is_harmed and math.isfinite(loss)))
-        blameless = self._not_of_precision()
-        if blameless is not None:
-            return self._report(None, _Cure(), {}, blameless, at_fault=False)
+        fault = self._fault_of_float32()
+        if fault is not None:
+            return self._report(None, _Added(), {}, fault, at_fault=False)
         reasons: list[str] = []
         for level in levels:
             keywords = self._keywords_at(level)
-            cure, why = self._examine_level(level, keywords)
+            added, why = self._examine_level(level, keywords)
             reasons.append(why)
-            if cure is not None:
-                return self._report(level, cure, keywords, " ".join([*reasons, *self._hints()]))
+            if added is not None:
+                return self._report(level, added, keywords, " ".join([*reasons, *self._hints()]))
         if _LAST_LEVEL not in levels:
-            cure, why = self._examine_level(_LAST_LEVEL, self._keywords_at(_LAST_LEVEL))
+            added, why = self._examine_level(_LAST_LEVEL, self._keywords_at(_LAST_LEVEL))
             reasons.append(why)
-            if cure is not None:
+            if added is not None:
                 names = f"levels={tuple(levels)!r}"
-                reasons.append(f"{_LAST_LEVEL}, which is none of {names}, is the way, or a cure of what is named here.")
-                return self._report(None, _Cure(), {}, " ".join([*reasons, *self._hints()]))
+                reasons.append(f"Use {_LAST_LEVEL}, which is not in {names}, or change the operation named here.")
+                return self._report(None, _Added(), {}, " ".join([*reasons, *self._hints()]))
         reasons.append(
-            f"{_LAST_LEVEL} was tried, and does not agree with float32 either: train in float32 (O0), or mend what is "
-            "named here."
+            f"{_LAST_LEVEL} was tried, and does not agree with float32 either: train in float32 (O0), or change the "
+            "operation named here."
         )
-        return self._report(None, _Cure(), {}, " ".join([*reasons, *self._hints()]))
+        return self._report(None, _Added(), {}, " ".join([*reasons, *self._hints()]))
 
     def _keywords_at(self, level: str) -> dict[str, Any]:
         session = registry.of(self.trials.optimizer)
@@ -195,8 +205,8 @@ class _Doctor:
         names = type(row).model_fields
         return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(row, name)}
 
-    def _not_of_precision(self) -> str | None:
-        """Return what is wrong in float32 already, where loss or gradients are inf or nan in it."""
+    def _fault_of_float32(self) -> str | None:
+        """Describe the fault if the loss or gradients are inf or nan in float32 already; None if they are finite."""
         watch = self.seen
         fault = watch.first
         if fault is None:
@@ -207,72 +217,75 @@ class _Doctor:
         self.findings.append(Finding(kind, where, fault.text, fault.hint))
         if kind in ("forced", "cast"):
             return (
-                f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
-                "leaves its range: take the cast out of the program."
+                f"{fault.where} computes in 16 bits at every level, even in float32, because your code casts there, "
+                "and a number overflows: remove the cast from your code."
             )
         if kind == "float32" and max(watch.peaks.values(), default=0.0) > _DIVERGED:
             return (
                 "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
             )
         return {
-            "data": "The batch itself holds inf or nan: look at the data; no level helps.",
-            "weights": "The weights hold inf or nan: go back to an earlier checkpoint, and lower the learning rate.",
+            "data": "The batch itself contains inf or nan: check the data; no level helps.",
+            "weights": "The weights contain inf or nan: go back to an earlier checkpoint, and lower the learning rate.",
         }.get(kind, f"float32 gives inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
 
-    def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[_Cure | None, str]:
-        """Return the cure with which a level agrees with float32, or None, and why."""
-        cure = _Cure()
-        trial, result = self._run_at(level, keywords, cure)
+    def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[_Added | None, str]:
+        """Return the arguments with which a level agrees with float32, or None, and a sentence for the report."""
+        added = _Added()
+        trial, result = self._run_at(level, keywords, added)
         if result.agrees:
-            return cure, f"{level} agrees with float32 as it is."
+            return added, f"{level} agrees with float32 as it is."
         lower = _lower_type(level, keywords)
-        watch = self._watched(level, keywords, trial, cure)
+        watch = self._watched(level, keywords, trial, added)
         sensitive = self._most_sensitive(lower, result)
         inputs = self._inputs_at_fault(lower)
         self._record_findings(level, trial, result, watch, sensitive, inputs)
-        first = self.findings[0].detail if self.findings else "training stays behind"
+        first = self.findings[0].detail if self.findings else "the loss decreases less"
         failed = f"{level} does not agree with float32 ({first})."
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
-            cure = _Cure(loss_scale="dynamic")
-            if self._run_at(level, keywords, cure)[1].agrees:
-                return cure, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
+            added = _Added(loss_scale="dynamic")
+            if self._run_at(level, keywords, added)[1].agrees:
+                return added, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
             return None, failed
         if inputs:
-            cure = _Cure(keep_inputs=tuple(inputs))
-            if self._agrees_with(level, keywords, cure):
-                return cure, f"{level} agrees with float32 with {cure}."
+            added = _Added(keep_inputs=tuple(inputs))
+            if self._agrees_with(level, keywords, added):
+                return added, f"{level} agrees with float32 with {added}."
         kept: tuple[str, ...] = ()
-        for _ in range(_MOST_CURES):
+        for _ in range(_MOST_ATTEMPTS):
             new = [name for name in self._to_keep(lower, trial, watch, sensitive) if name not in kept]
             if not new:
                 break
             kept = (*kept, *new)
-            cure = _Cure(kept, cure.keep_inputs)
+            added = _Added(kept, added.keep_inputs)
             try:
-                trial, result = self._run_at(level, keywords, cure)
-            except (RuntimeError, TypeError):  # mixed types in the model's own code
+                trial, result = self._run_at(level, keywords, added)
+            except (RuntimeError, TypeError):  # the model's own code mixes dtypes
                 break
             if result.agrees:
-                return cure, f"{level} agrees with float32 with {cure}."
-            watch = self._watched(level, keywords, trial, cure)
+                return added, f"{level} agrees with float32 with {added}."
+            watch = self._watched(level, keywords, trial, added)
         return None, failed
 
-    def _agrees_with(self, level: str, keywords: dict[str, Any], cure: _Cure) -> bool:
+    def _agrees_with(self, level: str, keywords: dict[str, Any], added: _Added) -> bool:
         try:
-            return self._run_at(level, keywords, cure)[1].agrees
-        except (RuntimeError, TypeError):  # an input in float32 that meets 16-bit weights
+            return self._run_at(level, keywords, added)[1].agrees
+        except (RuntimeError, TypeError):  # an operation got the float32 input together with 16-bit weights
             return False
 
-    def _run_at(self, level: str, keywords: Mapping[str, Any], cure: _Cure) -> tuple[Trial, Run]:
-        trial = self.trials.run(level, cure.added_to(keywords))
+    def _run_at(self, level: str, keywords: Mapping[str, Any], added: _Added) -> tuple[Trial, Run]:
+        trial = self.trials.run(level, added.merged_into(keywords))
         self._check_inputs(trial)
-        result = self._compare(trial, level, cure)
+        result = self._compare(trial, level, added)
         self.runs.append(result)
         return trial, result
 
-    def _watched(self, level: str, keywords: Mapping[str, Any], trial: Trial, cure: _Cure) -> OverflowWatch:
-        """Watch the first step again, at the scale that training came to: overflows on the way there are no fault."""
-        words = cure.added_to(keywords)
+    def _watched(self, level: str, keywords: Mapping[str, Any], trial: Trial, added: _Added) -> OverflowWatch:
+        """Watch one step at the scale of the trial's first step that was not skipped.
+
+        At the larger scales before it gradients overflow in healthy models, too.
+        """
+        words = added.merged_into(keywords)
         if trial.scale is not None:
             words["loss_scale"] = trial.scale
         watch = self.trials.run(level, words, steps=1, watched=()).watch
@@ -291,32 +304,33 @@ class _Doctor:
                 "before mpinit.suggest is called"
             )
 
-    def _compare(self, trial: Trial, level: str, cure: _Cure) -> Run:
+    def _compare(self, trial: Trial, level: str, added: _Added) -> Run:
         expected, tolerance = self.reference, self.tolerance
         loss = trial.losses[0] if trial.losses else math.nan
         loss_error = math.inf
         if math.isfinite(loss):
-            # A loss near 0 is compared absolutely: training shows more of it.
+            # The relative error of a loss near 0 would be large for any small difference.
             loss_error = abs(loss - expected.losses[0]) / max(abs(expected.losses[0]), 0.1)
         gradient_error = _gradient_error(trial.gradients, expected.gradients)
         training_error, is_clear = _training_error(trial.losses, expected.losses)
-        gone = _gone(trial.gradients, expected.gradients)
-        keeps_up = training_error <= tolerance and gradient_error <= (_MOST_NOISE if is_clear else tolerance)
-        agrees = loss_error <= tolerance and keeps_up and not gone
+        lost = _lost_gradients(trial.gradients, expected.gradients)
+        trains_alike = training_error <= tolerance and gradient_error <= (_MOST_NOISE if is_clear else tolerance)
+        agrees = loss_error <= tolerance and trains_alike and not lost
         skipped = sum(trial.skips)
-        kept = cure.keep_fp32, loss, loss_error, gradient_error, gone, agrees
-        return Run(level, *kept, cure.keep_inputs, training_error, skipped)
+        kept = added.keep_fp32, loss, loss_error, gradient_error, lost, agrees
+        return Run(level, *kept, added.keep_inputs, training_error, skipped)
 
     def _inputs_at_fault(self, lower: torch.dtype | None) -> list[str]:
-        """Return the names of the inputs that must not be rounded: of float32 runs with rounded ones, which part."""
+        """Return the names of the inputs whose rounding changes a run that is otherwise in float32."""
         names = list(dict.fromkeys(self.reference.input_names))
-        if lower is None or not names or self._float32_bears(lower, names):
+        if lower is None or not names or self._agrees_with_rounded(lower, names):
             return []
-        return [name for name in names if not self._float32_bears(lower, [name])] or names
+        return [name for name in names if not self._agrees_with_rounded(lower, [name])] or names
 
-    def _float32_bears(self, lower: torch.dtype, names: Sequence[str]) -> bool:
+    def _agrees_with_rounded(self, lower: torch.dtype, names: Sequence[str]) -> bool:
+        """Return whether a float32 run with some inputs rounded agrees with one without."""
         trial = self.trials.run("O0", {}, rounded=(lower, names))
-        return self._compare(trial, _FLOAT32, _Cure()).agrees
+        return self._compare(trial, _FLOAT32, _Added()).agrees
 
     def _record_findings(
         self,
@@ -331,20 +345,22 @@ class _Doctor:
         for name in inputs:
             self.findings.append(Finding("input", name, f"input {name!r} must not be rounded to {level}'s type"))
         for name in trial.damaged_buffers:
-            self.findings.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
+            self.findings.append(
+                Finding("buffer", name, f"buffer {name!r} has numbers that {level}'s dtype cannot store")
+            )
         if fault is not None:
             self.findings.append(Finding(fault.kind, fault.module, fault.text, fault.hint))
         elif result.underflowing:
             name = result.underflowing[-1]
             self.findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
         elif sensitive and not self.findings:
-            detail = f"training parts from float32 by more than {self.tolerance:g}, and rounding in {sensitive[0]!r}"
-            self.findings.append(Finding("precision", sensitive[0], f"{detail} moves the loss most"))
+            detail = f"training differs from float32 by more than {self.tolerance:g}, and rounding in {sensitive[0]!r}"
+            self.findings.append(Finding("precision", sensitive[0], f"{detail} changes the loss most"))
 
     def _to_keep(
         self, lower: torch.dtype | None, trial: Trial, watch: OverflowWatch, sensitive: list[str]
     ) -> list[str]:
-        """Return the modules that are at fault, with those of their kind; empty where none can be kept in float32."""
+        """Return the modules that are at fault, and others of their kind; empty if only the whole model is."""
         seen, fault = self.seen, watch.first
         largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
@@ -361,7 +377,10 @@ class _Doctor:
         return list(dict.fromkeys(entry for name in tops for entry in _of_one_kind(self.trials.model, name)))
 
     def _most_sensitive(self, lower: torch.dtype | None, result: Run) -> list[str]:
-        """Return the modules whose rounding changes the loss most, until all others change it by half the tolerance."""
+        """Return the modules whose rounding changes the loss most, largest first.
+
+        The list ends when the rounding of all other modules together changes the loss by less than half the tolerance.
+        """
         rows = {} if lower is None else self.seen.sensitivity[lower]
         error = max(result.loss_error, result.gradient_error, result.training_error, self.tolerance)
         remaining = sum(rows.values())
@@ -380,57 +399,64 @@ class _Doctor:
         return [f"Hint: {hint}."] if hint else []
 
     def _report(
-        self, level: str | None, cure: _Cure, keywords: dict[str, Any], reason: str, at_fault: bool = True
+        self, level: str | None, added: _Added, keywords: dict[str, Any], reason: str, at_fault: bool = True
     ) -> Suggestion:
         found = tuple(self.findings)
-        words = cure.added_to(keywords)
-        return Suggestion(level, list(cure.keep_fp32), words, reason, found, tuple(self.runs), at_fault and bool(found))
+        words = added.merged_into(keywords)
+        return Suggestion(
+            level, list(added.keep_fp32), words, reason, found, tuple(self.runs), at_fault and bool(found)
+        )
 
 
 def _gradient_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
     """Return the error of all gradients together, relative to their norm."""
-    difference = whole = 0.0
+    squared_error = squared_norm = 0.0
     for name, gradient in expected.items():
         mine = found.get(name)
         if mine is not None and not bool(torch.isfinite(mine).all()):
             return math.inf
-        whole += float(gradient.double().square().sum())
-        missing = gradient if mine is None else mine.double() - gradient.double()
-        difference += float(missing.double().square().sum())
-    return math.sqrt(difference / whole) if whole > 0 else 0.0
+        squared_norm += float(gradient.double().square().sum())
+        difference = gradient if mine is None else mine.double() - gradient.double()
+        squared_error += float(difference.double().square().sum())
+    return math.sqrt(squared_error / squared_norm) if squared_norm > 0 else 0.0
 
 
-def _gone(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the parameters most of whose gradient is lost, in modules of which that is true of every parameter."""
+def _lost_gradients(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the parameters most of whose gradient became 0, in modules where that is true of every parameter."""
     of_module: dict[str, list[tuple[str, bool]]] = {}
     for name, gradient in expected.items():
         mine = found.get(name, torch.zeros_like(gradient))
-        meant = gradient != 0
-        if bool(meant.any()):
-            is_gone = float((mine[meant] == 0).double().mean()) >= _GONE
-            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
-    return tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
+        is_expected = gradient != 0
+        if bool(is_expected.any()):
+            is_lost = float((mine[is_expected] == 0).double().mean()) >= _UNDERFLOW_SHARE
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_lost))
+    return tuple(name for rows in of_module.values() if all(is_lost for _, is_lost in rows) for name, _ in rows)
 
 
 def _training_error(losses: Sequence[float], expected: Sequence[float]) -> tuple[float, bool]:
-    """Return how far losses stay behind, relative to what training takes off, and whether it takes off enough."""
+    """Compare the decrease of losses with the expected decrease.
+
+    Returns:
+        By how much less the losses decrease, relative to the expected decrease; and whether that decrease is large
+        enough to compare with.
+    """
     if not losses or not all(map(math.isfinite, losses)) or len(losses) < len(expected):
         return math.inf, True
     if len(expected) < 2:
         return 0.0, False
     count = len(expected) - 1
-    fallen = sum(expected[0] - loss for loss in expected[1:]) / count
+    decrease = sum(expected[0] - loss for loss in expected[1:]) / count
     pairs = zip(losses[1 : len(expected)], expected[1:], strict=True)
-    behind = sum((mine - losses[0]) - (loss - expected[0]) for mine, loss in pairs) / count
-    least = _LITTLE * max(abs(expected[0]), 0.1)
-    return behind / max(abs(fallen), least), abs(fallen) >= least
+    missing = sum((mine - losses[0]) - (loss - expected[0]) for mine, loss in pairs) / count
+    least = _LEAST_DECREASE * max(abs(expected[0]), 0.1)
+    return missing / max(abs(decrease), least), abs(decrease) >= least
 
 
 def _of_one_kind(model: nn.Module, name: str) -> list[str]:
-    """Return a pattern, or names, of the modules of a class that differ in a number within their names only.
+    """Return a pattern, or names, of the modules of the same class whose names differ only in numbers.
 
-    ``blocks.0.attn`` is one of ``blocks.*.attn``; the parts of an ``nn.Sequential`` are known by number alone, and each
-    stays itself.
+    For ``blocks.0.attn`` this is ``blocks.*.attn``. A module whose own name is a number, as in an ``nn.Sequential``, is
+    returned alone.
     """
     parts = name.split(".")
     if parts[-1].isdigit() or not any(part.isdigit() for part in parts):

@@ -1,7 +1,7 @@
 """The boundary around an initialised model: calls from outside are checked, and their arguments and results cast.
 
 Inside a forward everything is in one dtype, and a call from one module to the next casts nothing. Each thread remembers
-that dtype while the forward runs. Without one, a call comes from the user.
+that dtype while the forward runs. If a thread remembers no dtype, the call comes from the user.
 """
 
 import threading
@@ -49,7 +49,7 @@ class _CurrentForward(threading.local):
 current_forward: Final = _CurrentForward()
 
 
-# The forwards whose inputs are read: number 1, 10, 100 and this one.
+# Inputs are read in forwards 1, 10, 100 and 1000.
 _LAST_READ: Final = 1000
 
 
@@ -58,10 +58,11 @@ class ForwardGuard:
 
     Attributes:
         models, masters: those of the session.
-        lower_dtype: the 16-bit dtype that the models compute in, to be logged where it is emulated; None: no log line.
+        lower_dtype: the 16-bit dtype that the models compute in, to be logged if the processor emulates it; None: no
+            log line.
         has_float32_values: whether there are float32 values that users may write to.
-        written: the state that forwards are watched for writing to; None where there is none.
-        inputs: the warnings of inputs that are spoilt by casts; None where inputs are not cast to 16 bits.
+        written: the buffers and frozen parameters whose in-place writes by forwards are recorded; None: none are.
+        inputs: the warnings of inputs that a cast would spoil; None if inputs are not cast to 16 bits.
     """
 
     lower_dtype: torch.dtype | None = None
@@ -75,7 +76,7 @@ class ForwardGuard:
         self._values = values
         self._optimizers = optimizers
         self._is_first = True
-        # A forward of another thread waits for the writes that this one applies.
+        # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
         self._forwards, self._next_read = 0, 1
 
@@ -89,7 +90,8 @@ class ForwardGuard:
             self.check_present()
             self._is_first = False
         if is_distributed():
-            # The process group may be newer than the session, and DDP's buckets have the weights' own dtype.
+            # The process group may be newer than the session. From then on gradients may have any dtype, because DDP's
+            # buckets have the weights' dtype.
             first = next(iter(self.masters), None)
             if first is not None and first.weight.grad_dtype is not None:
                 for master in self.masters:
@@ -102,7 +104,7 @@ class ForwardGuard:
                     self.masters.widen_unused_gradients()
 
     def watches(self, module: nn.Module) -> bool:
-        """Return whether a forward of the module is watched for what it writes to: one that trains, at some steps."""
+        """Return whether to record what a forward of the module writes to: in training mode, before some steps."""
         written = self.written
         if written is None or not is_eager():
             return False
@@ -111,12 +113,13 @@ class ForwardGuard:
             return False
         if not self._optimizers and written.watched > 1:
             self.written = None
-            warn_of_writes(sorted(written.written))  # without a step that could keep it
+            # The session has no optimizer, so no step comes at which the module could be kept in float32.
+            warn_of_writes(sorted(written.written))
             return False
         return not self._values.masters.are_in_model
 
     def reads_inputs(self) -> bool:
-        """Count a forward, and return whether its inputs are to be read: reading numbers waits for their device."""
+        """Count a forward, and return whether to read its inputs, which may be a device sync."""
         self._forwards += 1
         if self._forwards != self._next_read or self.inputs is None:
             return False
@@ -128,7 +131,7 @@ class ForwardGuard:
         """Check that the models still have the parameters that they had in ``initialize``.
 
         Raises:
-            RuntimeError: ``fully_shard`` or the like has replaced some, and steps would train nothing.
+            RuntimeError: ``fully_shard`` or a similar call has replaced some; the optimizer would step the old ones.
         """
         stepped: list[torch.Tensor] = [master.weight for master in self.masters]
         stepped += [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
@@ -157,7 +160,7 @@ class Boundary:
     """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
-        guard: asked first, where the caller is outside of every forward.
+        guard: the checks before a call from outside of every forward.
         targets: ids of the models' tensors -> the dtype that they were cast to.
     """
 
@@ -179,7 +182,7 @@ class Boundary:
         self.is_live = True
 
     def retire(self) -> None:
-        """Cast nothing from now on, so that a forward that a user's wrapper still has becomes transparent."""
+        """Cast nothing from now on: a wrapper of the user's may still call the patched forward after the undo."""
         self.inner_dtype = self.output_dtype = self.casts = self.guard = None
         self.cast_inputs = self.is_live = False
 
@@ -194,7 +197,7 @@ class Boundary:
                 self.inner_dtype = narrow
 
     def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
-        """Return the error text for a failed forward with a parameter or input of another dtype; None without one."""
+        """Explain why a forward failed: a parameter of another dtype, or an input that was not cast; None: neither."""
         inner = self.inner_dtype
         if inner is None or not is_lower_precision(inner):
             return None
@@ -204,8 +207,8 @@ class Boundary:
                 return (
                     f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "
                     f"has cast to {dtype_name(inner)}, and its forward has failed. Write values with copy_() or "
-                    "load_state_dict(), which keep a parameter's type; give what joins the model later its type, with "
-                    f".to({inner}), and to the optimizer with add_param_group; or initialise with "
+                    "load_state_dict(), which keep a parameter's dtype. Cast a module that is added to the model later "
+                    f"with .to({inner}), and pass its parameters to optimizer.add_param_group. Or initialise with "
                     'master_weights="model", where parameters are float32'
                 )
         leaves = (leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, (torch.Tensor, nn.Module, Mapping)))
@@ -213,10 +216,10 @@ class Boundary:
         if unknown is None:
             return None
         return (
-            f"forward of {type(module).__name__} has failed, which was given an object of type {unknown}: mpinit casts "
-            "tensors in lists, tuples, dicts, dataclasses and classes of torch's pytree, and passes other objects as "
-            f"they are. Register a cast, mpinit.register_input({unknown}, lambda value, dtype: ...), or give their "
-            f"tensors as arguments, or convert them to {inner} first"
+            f"forward of {type(module).__name__} has failed, and one of its inputs is an object of type {unknown}: "
+            "mpinit casts tensors in lists, tuples, dicts, dataclasses and classes of torch's pytree, and does not "
+            f"cast tensors in other objects. Register a cast, mpinit.register_input({unknown}, lambda value, dtype: "
+            f"...), or pass the object's tensors as arguments, or convert them to {inner} first"
         )
 
     def call_with_casts(
@@ -228,7 +231,12 @@ class Boundary:
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
     ) -> Any:
-        """Call ``function`` with inputs and outputs cast. ``names`` are its arguments'; None if all inputs are cast."""
+        """Call ``function`` with inputs and outputs cast.
+
+        Args:
+            names: the names of its arguments, to find those that ``keep_inputs`` excludes; None: all inputs are cast.
+            output_dtype: the dtype of the outputs; None: they are not cast.
+        """
         is_plain = self.cast_inputs and names is None and not torch.compiler.is_compiling()
         if is_plain and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             return self._call_with_tensor(module, function, args[0], output_dtype)
@@ -261,7 +269,7 @@ class Boundary:
             current_forward.dtype, current_forward.module = dtype, outer
 
     def _cast_of_inputs(self) -> TensorCast:
-        """Return the cast of one input: the user's own stay finite, and what a part passes to another is rounded."""
+        """Return the function that casts an input: the user's stay finite, those between parts of a model may not."""
         return cast_input if current_forward.dtype is None else torch.Tensor.to
 
     def _call_with_tensor(
@@ -271,7 +279,10 @@ class Boundary:
         tensor: torch.Tensor,
         output_dtype: torch.dtype | None,
     ) -> Any:
-        """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
+        """Do the same as :meth:`call_with_casts` for one tensor in a third of the time.
+
+        Norms that stay float32 inside a 16-bit model are called this way, many in each forward.
+        """
         passed, cast = tensor, self._cast_of_inputs()
         if tensor.is_floating_point() and self.inner_dtype is not None and tensor.dtype is not self.inner_dtype:
             passed = cast(tensor, self.inner_dtype)
@@ -291,12 +302,12 @@ class Boundary:
         return TreeCast(output_dtype, {id(passed): tensor} if keeps_identity else None)(output)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is no part of the session that made the original.
+        # A copy belongs to no session.
         return {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
 
 
-# (dtype of the tensor, of the cast) -> the largest number of the latter; absent where no number overflows. Made at
-# once: torch.compile would compile a forward anew where an entry was added since.
+# (dtype of the tensor, dtype of the cast) -> the largest number of the latter; absent if no number can overflow. The
+# dict is complete from the beginning, because torch.compile would recompile a forward after an entry was added.
 _LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
     (source, dtype): torch.finfo(dtype).max
     for source in (torch.float64, torch.float32, *LOWER_PRECISION)
@@ -308,7 +319,7 @@ _LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
 def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast an input; a finite number that would overflow becomes the largest of ``dtype``, and stays finite.
 
-    Where reading waits for the device, numbers are clamped without a look at them.
+    On a device where reading numbers is a device sync, the tensor is clamped without reading its numbers.
     """
     largest = _LARGEST.get((tensor.dtype, dtype))
     if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
@@ -320,22 +331,22 @@ def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if -largest <= least.item() and most.item() <= largest:
             return tensor.to(dtype)
     values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
-    # The second term is infinite where the number is, and otherwise too small to change the clamped one.
+    # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
     return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
 
 
 def _may_have_tensors(leaf: Any) -> bool:
-    """Return whether an object that is no container may hold tensors: it can be moved, or has one as an attribute."""
+    """Return whether an object that is no container may contain tensors: it has ``to``, or a tensor as an attribute."""
     return hasattr(leaf, "to") or any(
         isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()
     )
 
 
 def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that the caller of a part computes in; None outside of every forward.
+    """Return the dtype that the caller of a part computes in; None if the caller is outside of every forward.
 
-    In a backward pass, where activation checkpointing computes a part again, no forward is known to run: the call is
-    one from inside if an input is 16-bit, or none is floating.
+    Activation checkpointing calls a part again in the backward pass, when no forward is recorded as running. There the
+    call counts as one from inside a forward if an input is 16-bit, or if no input is floating.
     """
     if is_tracing_symbolically():
         return inner_dtype

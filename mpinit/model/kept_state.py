@@ -1,8 +1,11 @@
-"""State that forwards write to, in float32: its module computes in float32 from the step on at which that is seen.
+"""Float32 for state that forwards write to, such as counters and running means.
 
-Inputs of such a module are cast to float32 and its outputs back, as for modules that ``keep_fp32`` names. Trained
-weights in it stay 16-bit, with their masters, and are cast while its forward runs. A module with much else in it is not
-kept: the tensor is warned of by name, once a write to it has changed it little.
+When forwards are seen to write to a 16-bit buffer or frozen parameter, its module computes in float32 from the next
+step on. The module's inputs are cast to float32 and its outputs back, as for modules that ``keep_fp32`` names. Trained
+weights in it stay 16-bit, with their masters, and are cast to float32 while its forward runs.
+
+A module with a large share of the trained numbers is not kept in float32. If a write to its state was so small that 16
+bits round such writes away, a warning names the tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +25,7 @@ from .forward import patched_forward
 from .forward_weights import ForwardWeights
 from .written_state import Place, WrittenState, is_watched, warn_of_writes
 
-# A module is kept where it holds at most one of this many numbers that are trained.
+# A module is kept in float32 if at most one in this many of the models' trained numbers is in it.
 _SHARE: Final = 16
 
 
@@ -33,8 +36,8 @@ class KeptState:
     Attributes:
         models: the models.
         values: the float32 values of their tensors.
-        written: the state that was seen to be written to; None once no forward is watched any more.
-        names: the names of modules that are kept since.
+        written: the record of writes by forwards; None when forwards are no longer watched.
+        names: the names of the modules that are kept in float32.
     """
 
     models: Sequence[nn.Module]
@@ -55,38 +58,38 @@ class KeptState:
         Args:
             written: the state to watch.
             cast, kept: the boundaries of modules that are cast, and of those that stay float32.
-            guard: asked before every forward of the models.
-            is_logged: whether the names of modules that are kept are logged.
+            guard: the checks before every forward of the models.
+            is_logged: whether to log the names of modules that are kept in float32.
         """
         self.written = guard.written = written
         self._boundaries, self._guard = (cast, kept), guard
         self._log = log.info if is_logged else None
 
     def end(self) -> None:
-        """Watch no forward any more."""
+        """Stop watching forwards."""
         self.written = None
         if self._guard is not None:
             self._guard.written = None
 
     def before_step(self, united: Callable[[Sequence[str]], Sequence[str]]) -> None:
-        """Count a step, and keep in float32 what the forwards before it were seen to write to.
+        """Count a step, and keep modules in float32 to whose state the forwards before it wrote.
 
-        That is done at the first step, and at the last of several whose forwards are watched.
+        Modules are kept at the first step, and at the last of several steps in a row whose forwards are watched.
 
         Args:
-            united: returns the names that any rank of those that train one model passes.
+            united: a collective of the ranks that train the same model: returns the names that any of them passes.
         """
         written = self.written
         if written is None:
             return
         self._step += 1
-        goes_on, was_watched = is_watched(self._step + 1), is_watched(self._step)
-        if goes_on or was_watched:
+        is_next_watched, was_watched = is_watched(self._step + 1), is_watched(self._step)
+        if is_next_watched or was_watched:
             written.end_of_iteration()
-        if was_watched and (not goes_on or self._step == 1):
+        if was_watched and (not is_next_watched or self._step == 1):
             names = set(united(sorted(written.written - self._warned)))
             self._keep([place for place in written.places if place.name in names], written)
-        written.is_watching = goes_on
+        written.is_watching = is_next_watched
         if self._step > 1 << 13:
             self.end()
 
@@ -112,7 +115,7 @@ class KeptState:
                 self._log(
                     f"{', '.join(names)}: in float32 from this step on, because forward writes to "
                     f"{', '.join(sorted(place.name for place in places if place.module in inside))}. Give "
-                    f"keep_fp32={names} to have it so from the first step on"
+                    f"keep_fp32={names} for float32 from the first step on"
                 )
         unkept = [place.name for place in places if place.module not in inside and place.name in written.losing]
         warn_of_writes(unkept)
@@ -144,7 +147,7 @@ class KeptState:
 
 
 class _Tree:
-    """The modules of models, their parents, and the places of their tensors."""
+    """The modules of models, their parents, and the modules that have each tensor."""
 
     def __init__(self, models: Sequence[nn.Module], cast: Boundary) -> None:
         self.names: dict[nn.Module, str] = {}
@@ -163,7 +166,11 @@ class _Tree:
         self._trained = sum(tensor.numel() for tensor in self._owners if tensor.requires_grad)
 
     def can_be_kept(self, module: nn.Module) -> bool:
-        """Return whether a module can compute in float32: it is called by its forward, and holds little else."""
+        """Return whether a module can compute in float32 by itself.
+
+        Its forward has casts, it shares no tensor with modules outside of it, no tensor of it is sharded, and few of
+        the trained numbers are in it.
+        """
         forward = patched_forward(vars(module).get("forward"))
         if module in self._models or forward is None or forward.boundary is not self._cast:
             return False
@@ -175,7 +182,7 @@ class _Tree:
         return not any(map(is_sharded, tensors)) and _SHARE * sum(t.numel() for t in trained) <= self._trained
 
     def topmost(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Replace modules by the ones above them that hold nothing else, so that casts are between those only."""
+        """Replace modules by parents without other floating tensors, so that fewer calls between modules are cast."""
         found = dict.fromkeys(modules)
         for module in list(found):
             top, above = module, self._parents.get(module, [])

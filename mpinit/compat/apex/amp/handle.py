@@ -48,32 +48,33 @@ def scale_loss(
     later = delay_unscale or delay_overflow_check
     if len(many) == 1 or not is_known:
         return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
-    # The block that is entered first is left last. It alone updates the scale, after all blocks have found overflows.
+    # The block that is entered first exits last. It alone updates the scale, after all blocks have checked gradients.
     blocks = [
         mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
-        for index, group in enumerate(_by_shared_scaler(many, loss_id))
+        for index, group in enumerate(_groups_by_session(many, loss_id))
     ]
     session: Any = _core.session_of(many[0])
-    return _skipped_together(blocks, many if session.losses.scaler(loss_id).rule.dynamic else [])
+    return _skip_together(blocks, many if session.losses.scaler(loss_id).rule.dynamic else [])
 
 
 @contextmanager
-def _skipped_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _skip_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Enter several blocks as one; after them, an overflow of one optimizer skips the steps of all.
 
-    In mpinit each optimizer skips by its own gradients; in apex all skip. No device sync is needed.
+    mpinit skips the steps of those optimizers whose own gradients overflowed; apex skips the steps of all. The overflow
+    is passed on without a device sync.
     """
     with ExitStack() as entered:
         scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
-        # All have the same scale, and backward() is called on one of them.
+        # Every block yields the loss times the same scale, and the user calls backward() on one of these.
         for block in blocks[1:]:
             block.expect_no_use()
         yield scaled[0]
     _core.share_overflow(optimizers)
 
 
-def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
-    """Group the optimizers by session if the sessions share the scaler; else yield all, which mpinit refuses."""
+def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
+    """Yield the optimizers of each session; if the sessions have different scalers, one list, which mpinit refuses."""
     sessions = [_core.session_of(optimizer) for optimizer in optimizers]
     known = [session for session in sessions if session is not None]
     if len(known) < len(sessions) or len({id(session.losses.scaler(loss_id)) for session in known}) > 1:
