@@ -155,7 +155,8 @@ def initialize(
             names (wildcards allowed) or predicates ``(name, value) -> bool``. Positional arguments have the names of
             the signature. A model with a lambda here cannot be pickled.
         entry_points: methods besides ``forward`` that you call from outside, such as "forward_features" or
-            "backbone.forward_features". Their inputs and outputs are cast like those of ``forward``.
+            "backbone.forward_features". Their inputs and outputs are cast like those of ``forward``. "head.forward" of
+            a module inside: its inputs are cast for callers inside of the model, too.
         cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex". Default "torch".
         cast_scope: "thread": casts are on in the calling thread. "model": only inside initialised models' forward.
             Default "thread".

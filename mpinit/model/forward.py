@@ -26,9 +26,10 @@ from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, put_back
 from ..torch_internals.running import is_tracing_symbolically, out_of_traces
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
+from .dtype_errors import MethodOutside, explain_inside, method_outside
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
-from .selection import Selection
+from .selection import Selection, methods_with_weights
 
 
 class _Absent:
@@ -46,6 +47,7 @@ class PatchedForward(OfModule):
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
     __slots__ = (
         "boundary",
+        "casts_inside",
         "inner",
         "is_direct",
         "is_part",
@@ -73,8 +75,14 @@ class PatchedForward(OfModule):
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
+        # True: inputs are cast for callers inside of the model, too.
+        self.casts_inside = False
         # Calls that need no cast go to the class's own forward.
         self.is_direct = is_part and self.inner is None and name == "forward"
+
+    def cast_inside(self) -> None:
+        """Cast inputs for callers inside of the model, too, whose code makes float32 tensors."""
+        self.casts_inside, self.is_direct = True, False
 
     @property
     def run(self) -> types.MethodType:
@@ -99,7 +107,7 @@ class PatchedForward(OfModule):
         if self.is_part:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs)
             output_dtype = caller or output_dtype
-        is_inside = caller is boundary.inner_dtype
+        is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         guard = boundary.guard
@@ -119,8 +127,11 @@ class PatchedForward(OfModule):
                 return self._with_weights(is_inside, args, kwargs, output_dtype)
             with guard.written.watch():
                 return self._with_weights(is_inside, args, kwargs, output_dtype)
-        except RuntimeError as error:
-            reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
+        except (RuntimeError, ValueError) as error:
+            reason = None
+            if self.weights is None and isinstance(error, RuntimeError):
+                reason = boundary.mixed_types(self.module, (args, kwargs))
+            reason = reason or explain_inside(error, boundary, self.module)
             if reason is None:
                 raise
             raise RuntimeError(reason) from error
@@ -197,7 +208,7 @@ def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: An
             module = self._module()
             if module is not None:
                 return type(module).forward(module, first)
-        is_inside = self.is_part or current_forward.module is self._module()
+        is_inside = (self.is_part and not self.casts_inside) or current_forward.module is self._module()
     else:
         is_inside = False
     if is_inside:
@@ -349,7 +360,16 @@ def patch_forwards(
         patch(module, dtype is torch.float32, "forward", is_part=True)
     names = plan.properties.entry_points
     for module, name in entry_points(selection.models, names) if names else ():
-        patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
+        part = patched_forward(vars(module).get(name)) if name == "forward" and module in selection.parts else None
+        if part is not None:
+            part.cast_inside()
+        else:
+            patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
+    if casts_model and not casts_weights:
+        for module, name in methods_with_weights(index, selection.float32_modules):
+            method = MethodOutside(module, cast, name).run
+            patched.append((weakref.ref(module), {name: weakref.ref(method)}, {}))
+            vars(module)[name] = method
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
@@ -403,6 +423,8 @@ def unpatch_copy(copied: nn.Module) -> None:
                     del attributes[name]
                 else:
                     attributes[name] = beneath
+            elif method_outside(value) is not None:
+                del attributes[name]
 
 
 def _beneath_dead_patches(forward: Any) -> Any:

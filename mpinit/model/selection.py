@@ -1,7 +1,9 @@
 """The selection of tensors that are cast and of modules that stay float32; nothing is changed here."""
 
 import fnmatch
-from collections.abc import Collection, Container, Mapping, Sequence
+import inspect
+import types
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -185,3 +187,55 @@ _MIXED_FORWARDS: Final = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 # A parametrization runs whenever its weight is read, wherever that is, and gives the weight's own type. Targets given
 # to a loss would be rounded: better that a loss with 16-bit weights says that they do not fit.
 _CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)
+
+
+def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """List the methods of models, and of modules inside, that read weights without calling the module that has them.
+
+    Args:
+        index: the models.
+        float32: modules whose weights stay float32.
+    """
+    known: dict[tuple[type, frozenset[str]], list[str]] = {}
+    for module in index.names:
+        kind = type(module)
+        if (
+            kind.__module__.startswith("torch.")
+            or module in float32
+            or isinstance(module, nn.ModuleList | nn.ModuleDict)
+        ):
+            continue
+        own = frozenset(name for name, parameter in module._parameters.items() if parameter is not None)
+        children = {name: frozenset(child._parameters) for name, child in module._modules.items() if child is not None}
+        key = kind, own | frozenset(children)
+        if key not in known:
+            known[key] = _reading_methods(kind, own, children)
+        yield from ((module, name) for name in known[key] if name not in vars(module))
+
+
+def _reading_methods(kind: type, own: frozenset[str], children: dict[str, frozenset[str]]) -> list[str]:
+    """List a class's methods that name a parameter of the module itself or of a child, and those that call these."""
+    found: list[str] = []
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    methods: dict[str, frozenset[str]] = {}
+    for base in (base for base in reversed(bases) if not base.__module__.startswith("torch.")):
+        for name, function in vars(base).items():
+            if not callable(function) or isinstance(function, (staticmethod, classmethod, type)):
+                continue
+            inner = inspect.unwrap(function)
+            if isinstance(inner, types.FunctionType) and not name.startswith("__"):
+                methods[name] = frozenset(_names_in(inner.__code__))
+    methods = {name: read for name, read in methods.items() if not hasattr(nn.Module, name)}
+    for name, read in methods.items():
+        if read & own or any(child in read and read & parameters for child, parameters in children.items()):
+            found.append(name)
+    for name in found:
+        found += [caller for caller, read in methods.items() if name in read and caller not in found]
+    return found
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

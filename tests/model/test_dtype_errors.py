@@ -1,0 +1,234 @@
+"""Errors of models whose float32 tensors meet 16-bit weights: they name the part or method, and the entry."""
+
+import ast
+import copy
+import inspect
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from frameworks import marked_for
+from models import Parts, quietly
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpinit
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+LEVELS = {"O2": {}, "O3": {}, "O5": {}, "O5, split": {"master_weights": "split"}}
+
+
+class Tower(nn.Module):
+    """An encoder as CLIP's: it projects by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.proj = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Encode inputs."""
+        return self._project(self.body(x)) * scale
+
+    def _project(self, x: Tensor) -> Tensor:
+        return x @ self.proj
+
+
+class Clip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.head = Tower(), Tower(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.image(x) * self.text(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight, self.head.bias)
+
+    def sample(self, x: Tensor) -> Tensor:
+        return self.logits(self.image(x)).softmax(-1)
+
+    def penalty(self) -> Tensor:
+        return self.head.weight.square().sum()
+
+    @staticmethod
+    def weight_of(model: "Clip") -> Tensor:
+        return model.head.weight
+
+
+def entry_of(error: pytest.ExceptionInfo[RuntimeError], keyword: str = "entry_points") -> list[str]:
+    found = re.search(rf"{keyword}=(\[.*?\])", str(error.value))
+    assert found is not None, error.value
+    return list(ast.literal_eval(found[1]))
+
+
+def made(level: str, **more: Any) -> Clip:
+    model = Clip()
+    quietly(model, level.partition(",")[0], **LEVELS[level], **more)
+    return model
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("call", "method", "entry"),
+    [
+        (lambda model, x: model.image.encode(x), "encode", "image.encode"),
+        (lambda model, x: model.text.encode(x, scale=2.0), "encode", "text.encode"),
+        (lambda model, x: model.sample(x), "sample", "sample"),
+        (lambda model, x: model.logits(x[:, :3]), "logits", "logits"),
+    ],
+)
+def test_error_names_the_method_that_was_called_and_the_entry_that_helps(
+    level: str, call: Any, method: str, entry: str
+) -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=f"'{method}' of .* was called from outside") as caught:
+        call(made(level), x)
+    assert entry_of(caught) == [entry]
+    plain, model = Clip(), made(level, entry_points=entry_of(caught))
+    assert call(model, x).dtype is F32
+    assert torch.allclose(call(model, x), call(plain, x), atol=0.05)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_methods_are_as_they_were_but_for_their_errors(level: str) -> None:
+    model = made(level)
+    assert model(torch.randn(2, 4)).dtype is F32
+    assert torch.equal(model.penalty(), model.head.weight.square().sum())
+    assert "weight_of" not in vars(model) and "penalty" in vars(model)
+    assert list(inspect.signature(model.image.encode).parameters) == ["x", "scale"]
+    assert model.image.encode.__doc__ == "Encode inputs." and inspect.ismethod(model.image.encode)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.logits(torch.randn(2, 4, dtype=model.head.weight.dtype))
+    with pytest.raises(TypeError, match="scala"):
+        model.image.encode(torch.randn(2, 4), scala=2.0)
+    mpinit.undo(model)
+    assert not {"logits", "sample", "penalty"} & set(vars(model)) and "encode" not in vars(model.image)
+    assert model.sample(torch.randn(2, 4)).dtype is F32
+
+
+def test_copies_run_their_own_weights() -> None:
+    model = made("O5")
+    copied, read = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    x = torch.randn(2, 3)
+    for each in (copied, read):
+        with torch.no_grad():
+            each.head.weight.zero_()
+            each.head.bias.zero_()
+        assert each.logits(x.to(each.head.weight.dtype)).abs().sum() == 0
+    assert model.logits(x.bfloat16()).abs().sum() > 0
+
+
+def test_a_compiled_method_is_one_graph() -> None:
+    model = made("O5", entry_points="sample")
+    x = torch.randn(2, 4)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model.sample, fullgraph=True, backend="eager")(x), model.sample(x))
+    plain = made("O5")
+    compiled = torch.compile(plain, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), plain(x))
+    project = torch.compile(plain.logits, fullgraph=True, backend="eager")
+    narrow = torch.randn(2, 3).bfloat16()
+    assert torch.equal(project(narrow), plain.logits(narrow))
+
+
+def policy(self: Any, x: Tensor) -> Tensor:
+    """What SB3's policies do: their preprocessing makes float32."""
+    return self.head(self.body(x.float()))
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5, model"])
+def test_a_forward_that_makes_float32_names_the_part_and_the_entry_that_casts(level: str) -> None:
+    def plain() -> Any:
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return Parts(policy, body=body, head=nn.Linear(4, 2))
+
+    def build(**more: Any) -> Any:
+        model = plain()
+        masters = LEVELS.get(level, {"master_weights": "model"})
+        return quietly(model, level.partition(",")[0], loss_scale=1.0, **masters, **more)
+
+    reference, x = plain(), torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match=r"'body.0' \(Linear\) has failed in a forward of Parts") as caught:
+        build()(x)
+    assert entry_of(caught) == ["body.0.forward"]
+    model = build(entry_points=entry_of(caught))
+    seen: list[torch.dtype] = []
+    model.body[0].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    out = model(x)
+    assert out.dtype is F32 and seen == [F16 if level in ("O2", "O3") else BF16]
+    assert torch.allclose(out, reference(x), atol=0.03)
+    assert model.body[0](x).dtype is F32, "called from outside"
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_block_that_makes_float32_itself_is_named_for_keep_fp32() -> None:
+    def build(**more: Any) -> Any:
+        block = Parts(lambda self, x: x.float() @ self.weight)
+        block.weight = nn.Parameter(torch.ones(4, 4))
+        return quietly(Parts(lambda self, x: self.head(self.block(x)), block=block, head=nn.Linear(4, 2)), "O5", **more)
+
+    with pytest.raises(RuntimeError, match="'block'") as caught:
+        build()(torch.ones(1, 4))
+    assert entry_of(caught, "keep_fp32") == ["block"]
+    assert build(keep_fp32=["block"])(torch.ones(1, 4)).dtype is F32
+
+
+def test_a_model_that_makes_float32_for_its_own_weights_is_told_the_levels_that_cast() -> None:
+    def build(level: str) -> Any:
+        model = Parts(lambda self, x: x.float() @ self.weight)
+        model.weight = nn.Parameter(torch.ones(4, 4))
+        return quietly(model, level)
+
+    with pytest.raises(RuntimeError, match="opt_level='O1' or 'O4'"):
+        build("O5")(torch.ones(1, 4))
+    assert build("O4")(torch.ones(1, 4)).dtype is BF16, "as torch.autocast returns it"
+
+
+def test_recurrent_layers_are_named_too() -> None:
+    model: Any = Parts(lambda self, x: self.rnn(x.float())[0], rnn=nn.LSTM(4, 4))
+    with pytest.raises(RuntimeError, match="'rnn'") as caught:
+        quietly(model, "O2")(torch.ones(2, 1, 4))
+    assert entry_of(caught) == ["rnn.forward"]
+
+
+@marked_for("stable_baselines3")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("algorithm", ["PPO", "A2C", "DQN", "SAC"])
+def test_policies_of_stable_baselines_learn_with_the_entries_that_errors_name(algorithm: str) -> None:
+    import stable_baselines3 as sb3
+
+    entries: list[str] = []
+    for _ in range(6):
+        few: dict[str, Any] = {"n_steps": 16, "batch_size": 16} if algorithm == "PPO" else {}
+        if algorithm in ("DQN", "SAC"):
+            few = {"learning_starts": 8}
+        game = "Pendulum-v1" if algorithm == "SAC" else "CartPole-v1"
+        agent = getattr(sb3, algorithm)("MlpPolicy", game, seed=0, device="cpu", **few)
+        if algorithm == "SAC":
+            models: Any = [agent.actor, agent.critic, agent.critic_target]
+            optimizers: Any = [agent.actor.optimizer, agent.critic.optimizer]
+        else:
+            models, optimizers = agent.policy, agent.policy.optimizer
+        mpinit.initialize(models, optimizers, "O5", entry_points=entries, verbosity=0)
+        try:
+            agent.learn(32)
+        except RuntimeError as error:
+            found = re.search(r"entry_points=(\[.*?\])", str(error))
+            assert found is not None, error
+            entries += ast.literal_eval(found[1])
+        else:
+            break
+    else:
+        pytest.fail(f"no end of {entries}")
+    assert entries and {p.dtype for p in agent.policy.parameters() if p.ndim == 2} == {BF16}
+    state = agent.policy.state_dict()
+    assert all(value.isfinite().all() for value in state.values())
