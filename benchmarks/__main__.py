@@ -1,4 +1,4 @@
-"""Measure, and make tables of it: python -m benchmarks run [--quick], python -m benchmarks tables."""
+"""Measure workloads, and make tables of results: python -m benchmarks run [--quick], python -m benchmarks tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("run", help="measure what has no results yet")
-    measure.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    measure = commands.add_parser("run", help="measure the workloads that have no results yet")
+    measure.add_argument("--quick", action="store_true", help="tiny sizes, to test that everything runs")
     measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    measure.add_argument("--workloads", nargs="+", choices=list(workloads("full")), help="only these")
-    measure.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS[:1], help="without --workloads")
-    measure.add_argument("--contenders", nargs="+", help="only these, besides the controls")
+    measure.add_argument("--workloads", nargs="+", choices=list(workloads("full")), help="only these workloads")
+    measure.add_argument(
+        "--targets", nargs="+", choices=TARGETS, default=TARGETS[:1], help="all workloads of these targets of make"
+    )
+    measure.add_argument("--contenders", nargs="+", help="only these contenders, and the controls")
     measure.add_argument("--rounds", type=int, help="processes of each contender; figures are shown from 5 on")
-    measure.add_argument("--fresh", action="store_true", help="measure again what has results")
+    measure.add_argument("--fresh", action="store_true", help="measure again, also if there are results")
     measure.add_argument("--out", type=Path, help="folder for the results")
     show = commands.add_parser("tables", help="write README's and the documentation's tables and plots from results")
     show.add_argument("--print", action="store_true", help="print them instead")

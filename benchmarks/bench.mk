@@ -1,8 +1,8 @@
 # Benchmarks; included by the top Makefile. Figures go to benchmarks/results/<machine>/.
 #
-# A run that was stopped goes on where it was: a workload with results of these sources is not measured again, unless
-# BENCH_ARGS=--fresh. bench-gpu uses .venv where there is one and otherwise the machine's own python3: nothing is
-# installed, pyperf, matplotlib and tqdm have to be there.
+# A stopped run continues: a workload with results of the present sources is not measured again, unless
+# BENCH_ARGS=--fresh. bench-gpu uses .venv if there is one, otherwise the machine's own python3. It installs nothing:
+# pyperf, matplotlib and tqdm have to be installed.
 
 BENCH_PY := $(if $(VENV),$(VENV),.venv)/bin/python
 BENCH_GPU_PY := $(if $(wildcard $(BENCH_PY)),$(BENCH_PY),python3)
@@ -15,7 +15,7 @@ bench: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run $(BENCH_ARGS)
 	$(BENCH_PY) -m benchmarks tables
 
-# Loops with clipping, schedulers, averages and so on, over the same loops written by hand.
+# Loops with clipping, schedulers, averages and so on, beside the same loops written by hand.
 bench-loops: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run --targets bench-loops $(BENCH_ARGS)
 	$(BENCH_PY) -m benchmarks tables
@@ -24,7 +24,7 @@ bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks run --device cuda $(BENCH_ARGS)
 	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks tables
 
-# Tiny sizes: does everything run?
+# Tiny sizes, to test that everything runs.
 bench-quick: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run --quick --fresh --targets bench bench-loops $(BENCH_ARGS)
 
@@ -32,12 +32,13 @@ bench-quick: $(VENV)/.bench
 bench-native: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run --targets bench-native $(BENCH_ARGS)
 
-# Every table and picture of README and the documentation, from the committed results; two are measured anew in seconds.
+# Every table and picture of README and the documentation, from the committed results. Two are measured again, in
+# seconds.
 bench-tables: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks tables
 	$(BENCH_PY) docs/figures.py
 
-# Others' optimizers, measured too where they are installed.
+# Other packages' optimizers; `make bench` measures those that are installed.
 bench-peers: $(VENV)/.bench
 	$(BENCH_PY) -m pip install --quiet --disable-pip-version-check torch-optimi torchao bitsandbytes "$(TORCH)"
 

@@ -1,4 +1,4 @@
-"""What one process measures: prepared untimed, run again and again, and asked for its other figures at the end."""
+"""The interface of everything that a process can measure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ Facts = dict[str, float | int | str]
 
 
 class Case(ABC):
-    """One contender of one workload, in the process that measures it."""
+    """One contender of one workload, in the process that measures it: prepared once, timed many times."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Build and warm up; nothing of it is timed."""
+        """Build and warm up, untimed."""
 
     @abstractmethod
     def seconds(self, loops: int) -> float:
-        """What ``loops`` repetitions take."""
+        """Return the time of ``loops`` repetitions together."""
 
     @abstractmethod
     def facts(self, first: bool) -> Facts:
-        """What else there is to know once the times are taken: bytes, counts.
+        """Return the other figures, such as bytes and counts; called once, after the last repetition.
 
         Args:
-            first: of this contender's processes; what is alike in all of them is found out once.
+            first: whether this is the contender's first process. Figures that are the same in all of them are returned
+                by the first only.
         """
 
 
 class Unavailable(Exception):
-    """The contender has no part in this run: a package, a device or a rule is missing. Says which."""
+    """A contender cannot be measured here; the message names the package, device or rule that is missing."""
 
 
 def clock_for(device: str) -> Callable[[], float]:
-    """Seconds of this process: its CPU time, or on CUDA the time on the wall with all work done.
+    """Return a clock in seconds: the CPU time of this process, or on CUDA the wall time after a device sync.
 
-    CPU time leaves out what other programs took; with one thread it is otherwise the time on the wall.
+    CPU time does not count other programs. With one thread it is the wall time otherwise.
     """
     if device == "cuda":
         return _cuda_now

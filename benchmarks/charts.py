@@ -1,4 +1,4 @@
-"""Pictures of committed results: time beside memory, a picture for each 16-bit type, and cost as it grows."""
+"""Pictures of committed results: time and memory, one for each 16-bit dtype, and the growth of mpinit's cost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OURS, THEIRS = "#d55e00", "#555555"
 
 
 def training_path(folder: Path, dtype: str) -> Path:
-    """Where the picture of a 16-bit type is."""
+    """Return the path of the picture of a 16-bit dtype."""
     return folder / f"training-{dtype}.png"
 
 
 def growth_path(folder: Path) -> Path:
-    """Where the picture of growth is."""
+    """Return the path of the picture of growth."""
     return folder / "growth.png"
 
 
@@ -126,15 +126,15 @@ def _times(panel: Any, results: Results, names: Sequence[str]) -> None:
 def _bytes(panel: Any, results: Results, dtype: str) -> None:
     names = [name for name in ("fp32", *BY_TYPE[dtype]) if results.facts(name)]
     facts = [results.facts(name) for name in names]
-    left = [0.0] * len(names)
+    totals = [0.0] * len(names)
     for kind in KINDS:
         lengths = [each[f"bytes_{kind}"] / each["parameters"] for each in facts]
-        panel.barh(range(len(names)), lengths, left=left, height=0.62, label=kind, color=KIND_COLORS[kind])
-        left = [start + length for start, length in zip(left, lengths, strict=True)]
-    for place, total in enumerate(left):
+        panel.barh(range(len(names)), lengths, left=totals, height=0.62, label=kind, color=KIND_COLORS[kind])
+        totals = [start + length for start, length in zip(totals, lengths, strict=True)]
+    for place, total in enumerate(totals):
         panel.text(total, place, f"  {total:.1f}", va="center", fontsize=10)
     panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=10)
-    panel.set_xlim(0, 1.15 * max(left))
+    panel.set_xlim(0, 1.15 * max(totals))
     panel.invert_yaxis()
     panel.set_title("bytes per parameter, Adam", fontsize=12, loc="left")
     # Below the bars: a legend among them would hide some.
@@ -162,8 +162,8 @@ def _growth(found: Mapping[str, Results], path: Path, stamp: str) -> None:
     _save(figure, path, stamp)
 
 
-def _curve(panel: Any, at: Sequence[int], took: Sequence[Estimate], label: str, color: str) -> None:
-    ms = [estimate.times(1e3) for estimate in took]
+def _curve(panel: Any, at: Sequence[int], times: Sequence[Estimate], label: str, color: str) -> None:
+    ms = [estimate.times(1e3) for estimate in times]
     reach = [[e.median - e.low for e in ms], [e.high - e.median for e in ms]]
     panel.errorbar(
         at, [e.median for e in ms], yerr=reach, label=label, color=color, marker="o", markersize=4, capsize=3

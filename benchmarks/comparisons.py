@@ -1,4 +1,4 @@
-"""Pairs of contenders that are compared with a goal."""
+"""The goals: the largest ratio of times of two contenders, or the longest time of one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Comparison:
     """A goal.
 
     Attributes:
-        title: the pair, for people.
-        workload: by name.
-        above, below: contenders; with ``kind`` "time" there is only the first.
-        goal: the figure may not exceed it.
+        title: the text in tables.
+        workload: the name of the workload.
+        above, below: the contenders whose times are divided; with ``kind`` "time" only ``above`` is used.
+        goal: the largest figure that meets the goal.
         kind: "ratio", or "time" in milliseconds.
-        least: the figure may not be below it.
+        least: the smallest figure that meets the goal.
     """
 
     title: str

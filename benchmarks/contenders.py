@@ -1,7 +1,7 @@
-"""The ways to train that need nothing but torch, behind four verbs; every other contender builds on these.
+"""The contenders that need only torch: ways to train, with the interface that every other contender has.
 
-A training step is forward, backward, finish_gradients, update. ``finish_gradients`` makes gradients ready for the
-optimizer (unscaled, checked, on the masters) where the contender does so apart from the update.
+A training step calls ``forward``, ``backward``, ``finish_gradients`` and ``update``. ``finish_gradients`` is all that a
+contender does to gradients between the backward pass and the step: unscale them, check them, copy them to masters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tasks import Rule, Task
 
 
 def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that a rule means, in the form that it names."""
+    """Make the optimizer of a rule."""
     form: dict[str, Any] = {} if rule.form == "default" else {rule.form: True}
     if rule.name != "sgd":
         return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[rule.name](params, lr=rule.lr, **form)
@@ -30,7 +30,7 @@ class Contender:
     """Plain training in the model's own dtype.
 
     Attributes:
-        set_to_none: of ``zero_grad``, after each step.
+        set_to_none: the argument of ``zero_grad``, which is called after each step.
     """
 
     set_to_none: bool = True
@@ -46,15 +46,15 @@ class Contender:
         return torch_optimizer(self.task.rule, self.model.parameters())
 
     def compile_forward(self) -> None:
-        """From here on model and loss run as one compiled function."""
+        """Run model and loss as one compiled function from now on."""
         self.run = torch.compile(self.compute)
 
     def compute(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """Model and loss: what a compiler is given."""
+        """Run model and loss: the function that is compiled."""
         return self.task.loss(self.model(inputs), target)
 
     def casts(self) -> AbstractContextManager[object]:
-        """What forward runs in."""
+        """Return the context in which the forward runs."""
         return nullcontext()
 
     def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Contender:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self) -> None:
-        """Nothing: the gradients are ready."""
+        """Do nothing: the gradients are ready."""
 
     def update(self) -> None:
         self.optimizer.step()
@@ -75,17 +75,17 @@ class Contender:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
 
     def states(self) -> Iterable[Any]:
-        """What the optimizer keeps of each parameter."""
+        """Return the optimizer's state of each parameter."""
         return self.optimizer.state.values()
 
     def gradient_carriers(self) -> Iterable[Tensor]:
-        """The tensors whose ``.grad`` holds gradients, besides the model's parameters."""
+        """Yield the tensors that have a ``.grad``, besides the model's parameters."""
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
 
 class Float32(Contender):
-    """Plain float32; ``tf32`` lets CUDA's matrix products and convolutions round their inputs to TF32."""
+    """Plain float32; with ``tf32`` CUDA's matrix products and convolutions round their inputs to TF32."""
 
     def __init__(self, task: Task, *, tf32: bool = False) -> None:
         super().__init__(task)
@@ -96,7 +96,7 @@ class Float32(Contender):
 
 
 class Checked:
-    """A loss scale of one's own: a finite check that unscales in the same pass, an update without a host sync."""
+    """The loss scale of a hand-written loop: one pass unscales and checks, and the scale is updated without a sync."""
 
     def __init__(self, device_type: str, scale: float | None) -> None:
         self.dynamic = scale is None
@@ -114,16 +114,16 @@ class Checked:
 
 
 class Float32LayerNorm(nn.LayerNorm):
-    """What torch.amp makes of a LayerNorm on CUDA, on every device; on a CPU it leaves the input's type."""
+    """A LayerNorm that computes in float32, as under torch.amp on CUDA. On a CPU torch.amp keeps the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.float())
 
 
 class TorchAmp(Contender):
-    """torch.amp as its documentation has it: autocast around forward and loss, a GradScaler for float16.
+    """torch.amp as in torch's documentation: autocast around forward and loss, a GradScaler for float16.
 
-    ``float32_norms`` has LayerNorm compute and return float32, as on CUDA.
+    With ``float32_norms`` LayerNorm computes and returns float32, as on CUDA.
     """
 
     def __init__(self, task: Task, dtype: torch.dtype, float32_norms: bool = False) -> None:
@@ -150,7 +150,7 @@ class TorchAmp(Contender):
 
 
 class SixteenBit(Contender):
-    """16-bit weights with BatchNorm left in float32, inputs cast on the way in, outputs float32."""
+    """16-bit weights and float32 BatchNorm: inputs are cast to 16 bits, and outputs to float32."""
 
     def __init__(self, task: Task, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -170,19 +170,19 @@ def _lower(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class HandWritten(SixteenBit):
-    """The loop that O2 stands for, as a careful person writes it.
+    """The loop of O2, written by hand as well as possible.
 
-    float32 masters, gradients copied to them in one foreach call, unscaled and checked in one pass, a fused step
-    that skips by itself, one foreach copy back.
+    It has float32 masters. One foreach call copies the gradients to them, one pass unscales and checks, a fused step
+    skips by itself after an overflow, and one foreach call copies the masters to the weights.
 
     Args:
-        checked: False: without a loss scale and a finite check, as many bfloat16 loops are.
+        checked: False: without a loss scale and without a check for inf, as in many bfloat16 loops.
         scale: a static loss scale; None: a dynamic one in float16, none otherwise.
     """
 
     def __init__(self, task: Task, dtype: torch.dtype, *, checked: bool = True, scale: float | None = None) -> None:
         if checked and task.rule.form != "fused":
-            raise Unavailable("a step that skips by itself is fused")
+            raise Unavailable("only a fused step skips by itself")
         originals = {param: param.detach().clone() for param in task.model.parameters()}
         super().__init__(task, dtype)
         self.checked = checked
@@ -212,7 +212,7 @@ class HandWritten(SixteenBit):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the weights' gradients to the masters' in float32, and clear them: in place of finish_gradients."""
+        """Add the weights' gradients to the masters' in float32, and clear them; replaces ``finish_gradients``."""
         torch._foreach_add_([_grad(m) for m in self.masters], [_grad(w) for w in self.weights])
         for weight in self.weights:
             weight.grad = None

@@ -38,14 +38,14 @@ PARTS: Final = ("weights", "gradients", "masters", "optimizer states")
 
 
 def sent() -> int:
-    """Bytes that have left by the loopback interface."""
+    """Return the bytes that were sent over the loopback interface."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:"))
     return int(fields[8])
 
 
-def held(tensors: Any, seen: set[int]) -> int:
-    """Bytes of the memory behind tensors that was not counted yet."""
+def bytes_of(tensors: Any, seen: set[int]) -> int:
+    """Return the bytes of the tensors' storages, without those in ``seen``, and add them to ``seen``."""
     total = 0
     for tensor in tensors:
         storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
@@ -56,7 +56,7 @@ def held(tensors: Any, seen: set[int]) -> int:
 
 
 def network(engine: str) -> Any:
-    """A few layers, on the engine where that comes first."""
+    """Make a few layers; for FSDP2 and HSDP sharded, because ``fully_shard`` comes before the optimizer."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +74,7 @@ def network(engine: str) -> Any:
 
 
 def measure(engine: str, level: str) -> dict[str, Any]:
-    """One run on this rank."""
+    """Train with one engine at one level, and return the figures of this rank."""
     import torch
     from torch import nn
 
@@ -92,7 +92,7 @@ def measure(engine: str, level: str) -> dict[str, Any]:
                 scaled_loss.backward()
             optimizer.step()
 
-    # What happens once is over after two steps.
+    # The first two steps are not measured: they send things once, such as masters.
     reduced = reduced_while(lambda: train(2))
     before = sent_by_all()
     train(STEPS)
@@ -109,26 +109,26 @@ def measure(engine: str, level: str) -> dict[str, Any]:
 
 
 def reduced_while(run: Any) -> list[str]:
-    """The types of the tensors that collectives of torch's reduce, but for single numbers, while a function runs."""
+    """Return the dtypes of the tensors that torch's collectives reduce while a function runs, without small ones."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     found: set[str] = set()
 
-    class Noted(TorchDispatchMode):
+    class RecordDtypes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace == "c10d" and "reduce" in func.__name__:
                 sent = [each for each in tree_leaves(args) if hasattr(each, "numel") and each.numel() > WIDTH]
                 found.update(str(each.dtype).removeprefix("torch.") for each in sent)
             return func(*args, **(kwargs or {}))
 
-    with Noted():
+    with RecordDtypes():
         run()
     return sorted(found)
 
 
 def sent_by_all() -> int:
-    """:func:`sent`, while no rank sends."""
+    """Return :func:`sent` between two barriers, while no rank sends."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -138,20 +138,20 @@ def sent_by_all() -> int:
 
 
 def parts_of(model: Any, optimizer: Any) -> dict[str, int]:
-    """Bytes of what a rank holds between backward and step; where two are one, of the first."""
+    """Return the bytes on a rank between backward and step, by part; a storage counts once, for its first part."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     seen: set[int] = set()
     return {
-        "weights": held(model.parameters(), seen),
-        "gradients": held((parameter.grad for parameter in stepped if parameter.grad is not None), seen),
-        "masters": held(_masters(model), seen),
-        "optimizer states": held((value for value in states if value.dim()), seen),
+        "weights": bytes_of(model.parameters(), seen),
+        "gradients": bytes_of((parameter.grad for parameter in stepped if parameter.grad is not None), seen),
+        "masters": bytes_of(_masters(model), seen),
+        "optimizer states": bytes_of((value for value in states if value.dim()), seen),
     }
 
 
 def _masters(model: Any) -> list[Any]:
-    """Remainders of split masters, full ones themselves."""
+    """Return the full masters of a model, or the remainders of its split masters."""
     from mpinit import registry
 
     session = registry.of(model)
@@ -160,7 +160,7 @@ def _masters(model: Any) -> list[Any]:
 
 
 def errors() -> dict[str, float]:
-    """How far the mean of gradients over ranks is from that in float32, where they are exchanged in 16 bit."""
+    """Return the relative error of a mean of gradients over ranks that is computed in 16 bits, by dtype."""
     import torch
     import torch.distributed as dist
 
@@ -178,7 +178,7 @@ def errors() -> dict[str, float]:
 
 
 def run(rank: int, port: int) -> None:
-    """All runs, on one of the ranks; the first writes."""
+    """Measure every engine and level on this rank; rank 0 writes the results and the page."""
     import torch
     import torch.distributed as dist
 
@@ -213,7 +213,7 @@ NAMES: Final = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """The guide's."""
+    """Return the table of the page about engines."""
     head = ["engine", "level", *PARTS, "together", "sent a step", "reduced in"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in result["rows"]:
@@ -226,17 +226,17 @@ def table(result: dict[str, Any]) -> str:
 
 
 def with_table(page: str, result: dict[str, Any]) -> str:
-    """The guide, with what was measured in its place."""
+    """Return the page with the table and the sentence below it made anew."""
     before, after = page.split(BEGINS)[0], page.split(ENDS)[1]
     error = result["error_of_16_bit_means"]
     how = f"on each of {result['ranks']} ranks with Adam, after a step; torch {result['torch']}, gloo"
     off = f"{error['float16']:.0e} (float16) and {error['bfloat16']:.0e} (bfloat16), relative to its norm"
-    note = f"Bytes per parameter, {how}. A mean over {result['ranks']} ranks in 16 bit is off by {off}."
-    return f"{before}{BEGINS}{table(result)}\n\n{note}{ENDS}{after}"
+    below = f"Bytes per parameter, {how}. A mean over {result['ranks']} ranks in 16 bit is off by {off}."
+    return f"{before}{BEGINS}{table(result)}\n\n{below}{ENDS}{after}"
 
 
 def main() -> int:
-    """Measure on four processes of this machine."""
+    """Measure with four processes on this machine."""
     import socket
 
     import torch.multiprocessing as multiprocessing

@@ -1,4 +1,4 @@
-"""What values from several processes say: a median, an interval for it, and whether anything can be said at all."""
+"""Statistics of times from several processes: medians, bootstrap intervals, and the check of controls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
-# Where nothing differs, the interval has to lie within these.
+# A control compares two contenders that do the same work: its interval has to lie within these limits.
 CONTROL_LIMITS: Final = (0.97, 1.03)
 _RESAMPLES: Final = 2000
 _TAIL: Final = 0.025
 
-# By round, the seconds that one process took in each of its turns.
+# A round -> the seconds of each turn of one contender's process in it.
 Rounds = Mapping[int, Sequence[float]]
 
 
@@ -27,7 +27,7 @@ class Estimate:
     high: float
 
     def times(self, factor: float) -> Estimate:
-        """In another unit."""
+        """Return the estimate in another unit."""
         return Estimate(self.median * factor, self.low * factor, self.high * factor)
 
     def __str__(self) -> str:
@@ -35,17 +35,17 @@ class Estimate:
 
 
 def of_process(values: Sequence[float]) -> float:
-    """One number for a process: the turn that was disturbed least."""
+    """Return one number for a process: its fastest turn, which other programs disturbed least."""
     return min(values)
 
 
 def over_processes(values: Sequence[float]) -> Estimate:
-    """The median of one value a process and its 95 % interval."""
+    """Return the median of one value per process, and its 95 % interval."""
     return over_turns([[value] for value in values])
 
 
 def over_turns(processes: Sequence[Sequence[float]]) -> Estimate:
-    """The median of all turns, and its 95 % interval by drawing as many processes again, each with all of its turns."""
+    """Return the median of all turns, and its 95 % interval by bootstrap over processes, each with all its turns."""
     return _over_turns(tuple(tuple(turns) for turns in processes))
 
 
@@ -56,8 +56,8 @@ def _over_turns(processes: tuple[tuple[float, ...], ...]) -> Estimate:
     owners = torch.tensor([number for _, number in pairs])
     count = len(processes)
     drawn = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-    # How often each process was drawn, and with it each of its turns; all of them once, first. Then, in order of value,
-    # where half of them are reached.
+    # How often each process was drawn, and with it each of its turns. The first row has every process once. The median
+    # of a row is the value at which half of its draws are reached, in order of value.
     times = torch.zeros(1 + _RESAMPLES, count, dtype=torch.long).scatter_add_(
         1, torch.cat([torch.arange(count)[None], drawn]), torch.ones(1 + _RESAMPLES, count, dtype=torch.long)
     )
@@ -70,18 +70,18 @@ def _over_turns(processes: tuple[tuple[float, ...], ...]) -> Estimate:
 
 
 def seconds(rounds: Rounds) -> Estimate:
-    """Time of one contender."""
+    """Return the time of one contender."""
     return over_processes([of_process(values) for values in rounds.values()])
 
 
 def ratio(above: Rounds, below: Rounds) -> Estimate:
-    """Time over time, within each turn: what slows the machine down slows both down."""
+    """Return the ratio of two contenders' times, turn by turn: a slower machine slows both."""
     common = sorted(above.keys() & below.keys())
     return over_turns(
         [[one / other for one, other in zip(above[number], below[number], strict=False)] for number in common]
     )
 
 
-def holds(control: Estimate) -> bool:
-    """Whether a control's interval lies within the limits."""
+def is_within_limits(control: Estimate) -> bool:
+    """Return whether a control's interval lies within the limits."""
     return CONTROL_LIMITS[0] <= control.low and control.high <= CONTROL_LIMITS[1]

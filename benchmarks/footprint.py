@@ -1,4 +1,4 @@
-"""Bytes: what is held, by kind, and what steps take at their peak."""
+"""Memory of a training: bytes by kind, and the peak of steps."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .contenders import Contender
 KINDS = ("weights", "masters", "gradients", "states")
 
 
-def held(contender: Contender) -> dict[str, int]:
-    """Bytes held between two verbs, by kind.
+def bytes_by_kind(contender: Contender) -> dict[str, int]:
+    """Count the bytes of all live tensors, by kind.
 
-    Weights are the model's parameters and buffers, gradients every ``.grad``, states the optimizer's. Masters are
-    what remains of all live tensors: full masters, remainders of split ones, and anything else kept for them. The
-    benchmark's own tensors are left out; a storage counts once, for the first kind that holds it.
+    Weights are the model's parameters and buffers, gradients are all ``.grad``, states are the optimizer's. Masters are
+    all other tensors: full masters, remainders of split masters, and anything else that is kept for them. The tensors
+    of the benchmark itself are not counted. A storage counts once, for the first kind that has it.
     """
     gc.collect()
     task = contender.task
     seen: set[int] = set()
-    _take([*task.fixtures(), *(tensor for batch in task.batches for tensor in batch)], seen)
+    _count([*task.fixtures(), *(tensor for batch in task.batches for tensor in batch)], seen)
     parameters = [*contender.model.parameters(), *contender.gradient_carriers()]
-    weights = _take([*contender.model.parameters(), *contender.model.buffers()], seen)
-    gradients = _take((p.grad for p in parameters if p.grad is not None), seen)
-    states = _take((value for state in contender.states() for value in _leaves(state)), seen)
-    return {"weights": weights, "masters": _take(_live(), seen), "gradients": gradients, "states": states}
+    weights = _count([*contender.model.parameters(), *contender.model.buffers()], seen)
+    gradients = _count((p.grad for p in parameters if p.grad is not None), seen)
+    states = _count((value for state in contender.states() for value in _leaves(state)), seen)
+    return {"weights": weights, "masters": _count(_live(), seen), "gradients": gradients, "states": states}
 
 
 def _live() -> Iterator[Tensor]:
@@ -55,21 +55,21 @@ def _leaves(value: Any) -> Iterator[Tensor]:
             yield from _leaves(item)
 
 
-def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages not seen before, which then are."""
+def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Return the bytes of the tensors' storages, without those in ``seen``, and add them to ``seen``."""
     total = 0
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            # A DTensor names its mesh there, too.
-            total += _take(_leaves([getattr(tensor, name) for name in names]), seen)
+            # For a DTensor the names include its mesh, which is no tensor.
+            total += _count(_leaves([getattr(tensor, name) for name in names]), seen)
             continue
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue
         address, size = _memory(tensor)
         if not size and type(tensor) is not Tensor:
-            # One that stands for numbers kept in other tensors of its own.
-            total += _take(_leaves(vars(tensor)), seen)
+            # A wrapper class, whose numbers are in tensors among its attributes.
+            total += _count(_leaves(vars(tensor)), seen)
         if size and address not in seen:
             seen.add(address)
             total += size
@@ -77,7 +77,7 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Address and size of a tensor's memory; a compiler's stand-ins and what is to be made later have none."""
+    """Return the address and size of a tensor's storage; (0, 0) if it has none, as a compiler's fake tensors."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -87,17 +87,17 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Level:
-    """Bytes held at the start of a stage and at its highest, counted from the start of the first stage."""
+    """The allocated bytes at the start of a stage and at its peak, counted from the start of the first stage."""
 
     start: int
     peak: int
 
 
 def trace(stages: Sequence[Callable[[], Any]], device: torch.device) -> list[Level]:
-    """Run stages one after the other and follow what they hold.
+    """Run stages one after the other, and follow the memory that they allocate and free.
 
-    The CPU's allocator keeps no peak, but the profiler writes down each allocation and release, the latter only of
-    memory that it saw allocated: what a stage frees must have come from one of the stages.
+    The CPU's allocator has no peak counter, so torch's profiler records each allocation and release. It records the
+    release only of memory whose allocation it has recorded: a stage may free only what one of the stages has allocated.
     """
     gc.collect()
     return _cuda_trace(stages) if device.type == "cuda" else _cpu_trace(stages)
@@ -132,7 +132,7 @@ def _cpu_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
 
 
 def _levels(changes: list[tuple[int, int]], begins: list[int]) -> Iterator[Level]:
-    """Start and peak between each two of ``begins``, from (time, change of the bytes held)."""
+    """Yield the level of each stage, from (time, change of the allocated bytes) and the times at which stages begin."""
     now = 0
     for begin, end in zip(begins, [*begins[1:], sys.maxsize], strict=True):
         start = peak = now
@@ -145,14 +145,14 @@ def _levels(changes: list[tuple[int, int]], begins: list[int]) -> Iterator[Level
 # The C library's own numbers of its settings.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _STATUS: Final = Path("/proc/self/status")
-_FORGET_PEAK: Final = Path("/proc/self/clear_refs")
+_RESET_PEAK: Final = Path("/proc/self/clear_refs")
 
 
-def give_back_what_is_freed() -> None:
-    """From here on blocks of 64 KiB or more go back to the system when they are freed: what is held is what is alive.
+def return_freed_memory() -> None:
+    """Make the allocator return blocks of 64 KiB or more to the system when they are freed.
 
-    An allocator that keeps them shows what was freed long ago as held. Where the C library has no such settings,
-    nothing changes.
+    An allocator that keeps freed blocks makes the process look larger than its live tensors. If the C library has no
+    such settings, nothing changes.
     """
     settings = {_MMAP_THRESHOLD: 1 << 16, _MMAP_MAX: 1 << 20, _TRIM_THRESHOLD: 1 << 17, _TOP_PAD: 0}
     setter = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -161,32 +161,32 @@ def give_back_what_is_freed() -> None:
 
 
 def trim_heap() -> None:
-    """Give back to the system now what was freed, where the C library can."""
+    """Return freed memory to the system now, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def held_now(device: torch.device) -> int:
-    """Bytes that the process holds: CUDA's own count, or on Linux the system's, without libraries' files."""
-    _let_go(device)
+def bytes_now(device: torch.device) -> int:
+    """Return the memory of the process: CUDA's own count, or on Linux the system's, without libraries' files."""
+    _free_unused(device)
     return torch.cuda.memory_allocated() if device.type == "cuda" else _status("RssAnon")
 
 
 def peak_of(work: Callable[[], Any], device: torch.device) -> int | None:
-    """The most that the process holds while ``work`` runs, counted as :func:`held_now` does.
+    """Return the largest memory of the process while ``work`` runs, counted as :func:`bytes_now` counts.
 
     Returns:
-        None where the system keeps no peak that can be set back.
+        The bytes; None if the system has no peak counter that can be reset.
     """
-    _let_go(device)
+    _free_unused(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
     try:
-        _FORGET_PEAK.write_text("5")
+        _RESET_PEAK.write_text("5")
     except OSError:
         return None
     work()
@@ -194,11 +194,11 @@ def peak_of(work: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def resident_bytes() -> int:
-    """What this process holds, files of libraries included, by the system's count; 0 where none is kept."""
+    """Return the memory of this process by the system's count, with libraries' files; 0 if the system has no count."""
     return _status("VmRSS")
 
 
-def _let_go(device: torch.device) -> None:
+def _free_unused(device: torch.device) -> None:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What mpinit costs as something grows: its time per training step, and of ``initialize``, at O2 with Adam."""
+"""The growth of mpinit's cost with a model's size: time per training step and of ``initialize``, at O2 with Adam."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .footprint import resident_bytes
 
 
 class _AllGradients(torch.autograd.Function):
-    """Hands every parameter a gradient made beforehand, times the incoming gradient."""
+    """A function whose backward returns gradients made beforehand for all parameters, times the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, sources: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class _AllGradients(torch.autograd.Function):
 
 
 class Part:
-    """A model, its optimizer, and gradients for it without a network."""
+    """A model without a forward pass, its optimizer, and gradients that were made beforehand."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -46,28 +46,28 @@ class Part:
 
 
 def weights(count: int, elements: int) -> nn.Module:
-    """Bare weights; without random numbers, which would take longer than what is measured."""
+    """Make weights without layers; constant ones, because random numbers would need more time than the measurement."""
     side = max(1, math.isqrt(elements))
     return nn.ParameterList(torch.full((side, side), 0.5) for _ in range(count))
 
 
 def layers(count: int) -> nn.Module:
-    """Linear layers, tiny ones."""
+    """Make tiny Linear layers."""
     return nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count - 1)))
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows.
+    """A quantity that grows, such as the number of modules.
 
     Attributes:
-        title: for people.
-        points: how large, by size of run.
-        parts: one training's models, for a point.
-        sessions: the trainings there are, of which one is timed, for a point.
-        steps: the steps before the timed ones, for a point.
-        flat: the time of a step is not to grow at all.
-        minutes: as of a workload.
+        title: the text in tables.
+        points: the sizes to measure, for a quick and for a full run.
+        parts: makes the models of one training of a size.
+        sessions: the number of sessions that are alive, of which one is timed.
+        steps: the number of steps before the timed ones.
+        flat: whether the time of a step must not grow at all.
+        minutes: see :class:`~benchmarks.suite.Workload`.
     """
 
     title: str
@@ -121,7 +121,7 @@ AXES: Final[Mapping[str, Axis]] = {
 
 
 class Growth(Case):
-    """mpinit's part of a step, ``scale_loss`` and ``step``, without forward and backward; and ``initialize``."""
+    """The time of mpinit's part of a step (``scale_loss`` and ``step``), and of ``initialize``."""
 
     def __init__(self, axis: str, point: int, device: str) -> None:
         self.axis, self.point, self.device, self.clock = AXES[axis], point, torch.device(device), clock_for(device)

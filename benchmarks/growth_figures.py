@@ -1,4 +1,4 @@
-"""Figures of the growth workloads: times by point, slopes, the cost of one more."""
+"""Figures of the growth workloads: times by size, slopes, and the cost of one more module, tensor or optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .estimate import Estimate, of_process, over_processes, seconds
 from .growth import AXES
 from .results import Results
 
-# Fixed costs hide the slope where there is little of anything.
+# The slope is that of the last points: at small sizes fixed costs hide it.
 LAST = 3
 
 
@@ -28,9 +28,9 @@ def initialize_seconds(results: Results) -> list[Estimate]:
     return [over_processes(results.fact(str(point), "initialize_s")) for point in points(results)]
 
 
-def slope(at: Sequence[int], took: Sequence[float]) -> float:
+def slope(at: Sequence[int], times: Sequence[float]) -> float:
     """Return the exponent of the growth over the last points: 1 is linear, 0 flat."""
-    x, y = [math.log(n) for n in at[-LAST:]], [math.log(t) for t in took[-LAST:]]
+    x, y = [math.log(n) for n in at[-LAST:]], [math.log(t) for t in times[-LAST:]]
     middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
     above = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))
     return above / sum((a - middle_x) ** 2 for a in x)

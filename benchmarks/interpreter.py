@@ -1,8 +1,8 @@
 """An interpreter that forks itself for each contender: python -m benchmarks.interpreter [--native] [MODULE ...].
 
-A line on stdin is for a contender, a line on stdout its answer. Forking spares each process the seconds of importing
-torch and other modules, and every contender of a round meets the same addresses and hash seed, which differ from round
-to round. With --native mpinit's native code, where it is built, is loaded before.
+It reads a request from each line of stdin, and writes the answers to a line of stdout. A forked process does not need
+to import torch and other modules. Within a round all contenders have the same memory addresses and the same hash seed;
+from round to round these differ. With --native, mpinit's native code is loaded before the forks, if it is built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = dict[str, Any]
 
 
 class Forked:
-    """The interpreter's end of a process that measures one contender, which ends when this end is gone."""
+    """A forked process that measures one contender, as the interpreter sees it: a socket and a process id."""
 
     def __init__(self, others: Iterable[Forked], patience_s: float, **words: str) -> None:
         self._patience_s = patience_s
@@ -41,7 +41,7 @@ class Forked:
         if self._pid == 0:
             ours.close()
             for other in others:
-                other.let_go()
+                other.close_copy()
             for stream in (1, 2):
                 os.dup2(self._log.fileno(), stream)
             with theirs.makefile("rw") as line:
@@ -53,14 +53,14 @@ class Forked:
         self._descriptor, self._line = ours.fileno(), ours.makefile("rw")
 
     def send(self, request: Answer) -> None:
-        """The first request is answered when it is ready."""
-        # One that has ended says so where its answer is read.
+        """Send a request. The first one is answered when the contender is prepared."""
+        # If the process has ended, receive() reports that.
         with contextlib.suppress(OSError):
             self._line.write(json.dumps(request) + "\n")
             self._line.flush()
 
     def receive(self) -> Answer:
-        """The answer to what was sent."""
+        """Wait for the answer to the last request."""
         try:
             return json.loads(self._line.readline())  # type: ignore[no-any-return]
         except TimeoutError:
@@ -68,21 +68,21 @@ class Forked:
         except (OSError, ValueError):
             self._log.seek(0)
             last = (self._log.read().strip().splitlines() or ["nothing"])[-1]
-            return {"failed": f"the process ended; its last words: {last}"}
+            return {"failed": f"the process ended; its last line of output: {last}"}
 
-    def let_go(self) -> None:
-        """In another process that has a copy of this end."""
+    def close_copy(self) -> None:
+        """Close the copy of the socket that a later fork has inherited."""
         os.close(self._descriptor)
 
     def end(self) -> None:
-        """Let go of it, whatever it is doing."""
+        """Kill the process."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         self._log.close()
 
 
 def serve(preloaded: Sequence[str], native: bool) -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
@@ -92,17 +92,17 @@ def serve(preloaded: Sequence[str], native: bool) -> None:
         has_native_code()
     gc.collect()
     gc.freeze()
-    # What a forked process takes of memory freed here would be copied page by page, in small pages.
+    # Memory that was freed here and is used again in a fork would be copied page by page.
     trim_heap()
-    there: dict[str, Forked] = {}
+    processes: dict[str, Forked] = {}
     for line in sys.stdin:
-        print(json.dumps(_answers(there, json.loads(line))), file=answers, flush=True)
-    for forked in there.values():
+        print(json.dumps(_answers(processes, json.loads(line))), file=answers, flush=True)
+    for forked in processes.values():
         forked.end()
 
 
-def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
-    """By contender, the answers to one request, which what is not timed works on several at once."""
+def _answers(processes: dict[str, Forked], request: Answer) -> dict[str, Answer]:
+    """Return the answer of each contender to a request; ``at_once`` of them work on it at the same time."""
     found: dict[str, Answer] = {}
     waiting = list(request["contenders"])
     while waiting:
@@ -110,18 +110,18 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
         if "start" in request:
             words = request["start"]
             for who in batch:
-                there[who] = Forked(list(there.values()), **words, contender=who)
+                processes[who] = Forked(list(processes.values()), **words, contender=who)
         for who in batch:
-            there[who].send(request)
+            processes[who].send(request)
         for who in batch:
-            found[who] = there[who].receive()
+            found[who] = processes[who].receive()
             if "seconds" not in found[who] and "once" not in found[who]:
-                there.pop(who).end()
+                processes.pop(who).end()
     return found
 
 
 def answer_as(line: TextIO, workload: str, contender: str, size: str, device: str) -> None:
-    """The forked process: be prepared, take turns, give the facts; what goes wrong is an answer too."""
+    """Run the forked process: prepare the case, time its turns, send its facts. An error is an answer too."""
     case: Case | None = None
     for request in map(json.loads, line):
         try:
@@ -146,13 +146,13 @@ def answer_as(line: TextIO, workload: str, contender: str, size: str, device: st
 
 
 def prepared(case: Case, repeat_s: float) -> Answer:
-    """Get ready; about what one repetition takes, or 0 where none may come before those that count."""
+    """Prepare the case; return the time of one repetition, or 0 if no repetition may come before the timed ones."""
     case.prepare()
     return {"once": 0.0 if repeat_s == 0 else case.seconds(1)}
 
 
 def turn(case: Case, loops: int, untimed: int) -> Answer:
-    """Seconds of a repetition, after some that fill the caches again."""
+    """Return the time of one repetition, after untimed ones that fill the caches again."""
     if untimed:
         case.seconds(untimed)
     begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """Launches, reads and copies of an iteration, counted on the simulated device: ``python -m benchmarks.launches``.
 
-It writes the table between the marks of the page about limits. A launch is an operation on the device, a multi-tensor
-one is one; the batch is there already.
+It writes the table of the page about limits. A launch is one operation on the device, also if it works on many tensors.
+The batch is on the device before the iteration.
 """
 
 from __future__ import annotations

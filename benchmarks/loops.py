@@ -1,7 +1,7 @@
-"""Parts of training loops beside the step, such as clipping: one function each, for every way to train.
+"""Extras: parts of training loops beside the step, such as clipping, for every contender.
 
-A function receives a contender and returns its :class:`Work`. A contender with an extra is named "way+extra", such as
-``o2_bf16+clip_model``.
+A function receives a contender and returns its :class:`Work`. The name of a contender with an extra is
+"contender+extra", such as ``o2_bf16+clip_model``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Work:
     """Calls that an iteration makes besides forward, backward and step.
 
     Attributes:
-        after_backward: in place of the contender's own ``finish_gradients``; None: that one.
-        before_step, after_step: once an iteration.
-        backward_passes: of an iteration.
-        iterations: of a repetition, which is what is timed.
-        at_end: once a repetition.
+        after_backward: replaces the contender's ``finish_gradients``; None: it is not replaced.
+        before_step, after_step: called once per iteration.
+        backward_passes: their number in an iteration.
+        iterations: their number in a repetition, which is what is timed.
+        at_end: called once per repetition.
         made: tensors that the extra keeps, for tests.
     """
 
@@ -52,11 +52,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Extra:
-    """A row.
+    """An extra, as a function for each kind of contender.
 
     Attributes:
-        title: for people.
-        plain: for a contender with float32 weights, torch.amp among them.
+        title: the text in tables.
+        plain: for contenders with float32 weights, such as torch.amp.
         by_hand: for the hand-written loop.
         with_mpinit: for mpinit.
         counterpart: the extra of the hand-written loop that this one is compared with; empty: the same one.
@@ -230,9 +230,9 @@ CLIPPING: Final = ("clip_mpinit", "clip_masters", "clip_model")
 
 
 class LoopTraining(Training):
-    """Whole iterations of a loop with an extra; the name of a contender without "+" means none.
+    """The time of whole iterations of a loop with an extra; a name without "+" means no extra.
 
-    A repetition is :attr:`Work.iterations` of them.
+    A repetition is :attr:`Work.iterations` iterations.
     """
 
     def __init__(self, task: str, name: str, size: Mapping[str, int], device: str) -> None:
@@ -269,11 +269,11 @@ class Level:
     """A level of mpinit beside the loops that it is compared with.
 
     Attributes:
-        title: for people.
+        title: the text in tables.
         by_hand: the hand-written loop.
-        ours: ways to train with mpinit.
-        amp: torch.amp, where a network is trained; empty: not measured.
-        extras: measured besides clipping.
+        ours: the contenders with mpinit.
+        amp: the contender with torch.amp, for tasks with a network; empty: not measured.
+        extras: the extras that are measured besides clipping.
     """
 
     title: str
@@ -283,7 +283,7 @@ class Level:
     extras: tuple[str, ...] = ()
 
     def contenders(self, extras: tuple[str, ...], has_network: bool) -> tuple[str, ...]:
-        """Return the names of all that is measured with some extras: by hand first, mpinit last."""
+        """Return the names of all contenders with some extras: the hand-written loop first, mpinit last."""
         others = [self.by_hand, *([self.amp] if has_network and self.amp else [])]
         counterparts = dict.fromkeys(EXTRAS[extra].counterpart or extra for extra in extras)
         names = [f"{way}+{extra}" for way in others for extra in counterparts]
@@ -296,7 +296,7 @@ LEVELS: Final[Mapping[str, Level]] = {
     "o2": Level("O2", "hand_fp16", ("o2_fp16",), "amp_fp16", _EXTRAS),
     "o5": Level("O5", "hand_bf16", ("o2_bf16", "o2_split"), "amp_bf16", _EXTRAS),
 }
-# By task, extras that are measured in place of others: 50 steps of the larger one would last seconds.
+# task -> extras that are measured in place of others: 50 steps of the larger task would last seconds.
 TASKS_OF_LOOPS: Final[Mapping[str, Mapping[str, str]]] = {
     "launch_adamw": {},
     "bandwidth_adamw": {"checkpoint": "checkpoint_10"},

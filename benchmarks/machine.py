@@ -1,4 +1,4 @@
-"""What the figures were taken on, and with which settings."""
+"""The machine, the versions and the settings of a measurement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 PEERS: Final = ("torch-optimi", "torchao", "bitsandbytes", "flashoptim", "triton")
-# One arena, nothing by mmap and nothing given back to the system: figures moved by 2x with what the allocator did. Huge
-# pages where Linux gives them: with small ones the same program took 0.75 to 1.09 of its time, as it met the caches.
+# One arena, no mmap, and no memory returned to the system: otherwise the allocator changed figures by up to 2x. Huge
+# pages if Linux has them: with small pages the same program needed 0.75 to 1.09 times as long from run to run.
 ENVIRONMENT: Final = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_ARENA_MAX": "1",
@@ -23,13 +23,13 @@ ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # In the process itself: a pool of compiling processes would have to be started by each.
+    # Compile in the process itself: otherwise each process would start a pool of compiling processes.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 
 
 def describe(device: str) -> dict[str, str | int]:
-    """Machine and versions, as the results name them."""
+    """Return the machine and the versions, for the metadata of results."""
     peers = {f"version of {peer}": _version(peer) or "not installed" for peer in PEERS}
     return {
         "machine": name(device),
@@ -45,7 +45,7 @@ def describe(device: str) -> dict[str, str | int]:
 
 
 def name(device: str) -> str:
-    """The GPU's name, or the CPU's model."""
+    """Return the GPU's name, or the CPU's model."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -54,7 +54,7 @@ def name(device: str) -> str:
 
 
 def mpinit_version() -> str | None:
-    """The version of the mpinit in use, installed or not."""
+    """Return the version of the mpinit that is imported, also if it is not installed."""
     try:
         import mpinit
     except ImportError:
@@ -70,5 +70,5 @@ def _version(package: str) -> str | None:
 
 
 def slug(text: str) -> str:
-    """A name fit for a file."""
+    """Return a text as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

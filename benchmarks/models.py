@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def launch_bound(blocks: int, width: int, norms: bool = True) -> nn.Module:
-    """Many layers so small that the time goes into launching them."""
+    """Make a network of many layers that are so small that most of the time is the cost of calling operations."""
     layers: list[nn.Module] = []
     for _ in range(blocks):
         layers += [nn.Linear(width, width), *([nn.LayerNorm(width)] if norms else []), nn.ReLU()]
@@ -19,17 +19,18 @@ def launch_bound(blocks: int, width: int, norms: bool = True) -> nn.Module:
 
 
 def wide(layers: int, width: int) -> nn.Module:
-    """The net of PyTorch's own mixed precision recipe: wide linear layers with ReLU between them."""
+    """Make the network of PyTorch's mixed precision recipe: wide linear layers with ReLU between them."""
     hidden = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, width))
 
 
-# A loss scale of 2**16 is inf in float16: part of the gradients' size sits in their source.
+# A loss scale of 2**16 is inf in float16. So the scale is divided by this number before it is cast, and the gradients
+# made beforehand are multiplied by it.
 _PRESCALE = 2.0**8
 
 
-class _GivenGradient(torch.autograd.Function):
-    """A layer that hands its weight a gradient made beforehand, times the incoming gradient."""
+class _PresetGradient(torch.autograd.Function):
+    """A function whose backward returns a gradient made beforehand for its weight, times the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, loss: Tensor) -> Tensor:
@@ -41,11 +42,11 @@ class _GivenGradient(torch.autograd.Function):
         return None, ctx.source * (incoming[0] / _PRESCALE).to(ctx.source.dtype), incoming[0]
 
 
-class GivenGradients(nn.Module):
-    """Weights without a network: what is left of a training step is the optimizer's part.
+class PresetGradients(nn.Module):
+    """Weights without a network, so that a training step is mainly the optimizer's step.
 
-    All weights share one gradient per dtype, so the gradients' source takes no memory worth counting. Backward comes
-    to one weight after the other, as it does to layers, and costs one write of each gradient.
+    Backward returns gradients that were made beforehand: one for each dtype, for all weights, so that they need little
+    memory. It reaches one weight after the other, as in a network, and writes each gradient once.
     """
 
     def __init__(self, tensors: int, side: int) -> None:
@@ -60,7 +61,7 @@ class GivenGradients(nn.Module):
             self.sources = {first.dtype: self._template.to(first)}
         loss = first.flatten()[:1024].detach().float().square().mean()
         for weight in self.weights:
-            loss = _GivenGradient.apply(self.sources[first.dtype], weight, loss)  # type: ignore[no-untyped-call]
+            loss = _PresetGradient.apply(self.sources[first.dtype], weight, loss)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -152,7 +153,7 @@ class _Bottleneck(nn.Module):
 
 
 def resnet50(width: int, classes: int) -> nn.Module:
-    """A ResNet-50-shaped CNN; ``width=64, classes=1000`` is ResNet-50 itself (25.6 M parameters)."""
+    """Make a CNN shaped like ResNet-50; ``width=64, classes=1000`` is ResNet-50 itself (25.6 M parameters)."""
     layers: list[nn.Module] = [_ConvNormReLU(3, width, 7, 2), nn.MaxPool2d(3, 2, 1)]
     inputs = width
     for stage, blocks in enumerate((3, 4, 6, 3)):

@@ -1,4 +1,4 @@
-"""Packages that promise less memory or fewer passes, where they can be imported: bfloat16 weights, their optimizer."""
+"""Other packages' optimizers for bfloat16 weights, which promise less memory or fewer passes; if they are installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Build = Callable[[Any, Rule, list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Peer(SixteenBit):
-    """bfloat16 weights and an optimizer from elsewhere that steps them."""
+    """bfloat16 weights and the optimizer of another package that steps them."""
 
     def __init__(self, task: Task, package: str, build: Build) -> None:
         if task.rule.name not in ("adam", "sgd"):

@@ -1,4 +1,4 @@
-"""What the pieces cost that a step with split masters and encoded states is made of, beside the optimizer's own."""
+"""The time of the parts of a step with split masters and encoded states, beside that of the optimizer's own step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TENSORS: Final = 4
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed, and what is done before it each time.
+    """A function to time, and an untimed function that runs before it each time.
 
     Attributes:
-        numbers: that it works on.
-        is_native: native code does it, where that is built.
+        numbers: how many numbers the function works on.
+        is_native: whether native code does the work, if it is built.
     """
 
     numbers: int
@@ -92,12 +92,12 @@ def has_native_code() -> bool:
 
 
 class Piece(Case):
-    """One piece, again and again.
+    """The time of one piece.
 
     Args:
         name: a row of ``PIECES``.
-        side: of the square matrices that it works on.
-        needs_native: whether native code has to do it, where it can.
+        side: the size of the square matrices that it works on.
+        needs_native: whether a piece that native code can do is unavailable without native code.
     """
 
     def __init__(self, name: str, side: int, needs_native: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The one way in which everything is measured: fresh processes that take turns in random order, until controls hold."""
+"""The measuring of workloads: fresh processes that are timed in turns, in random order, until the controls are met."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .suite import Workload, workloads
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done.
+    """The extent of a run.
 
     Attributes:
         size: "quick" or "full".
-        rounds: processes of each contender.
-        most_rounds: up to which a workload is measured on whose controls do not hold.
-        turns: of each process, fewer where they would take longer than ``limit_s``, but at least sixteen, or four where
-            one takes a quarter of a second. Many short ones: where a neighbour slows a core down by turns, what is
-            compared has to be close together.
-        preloaded: what contenders need anyway and is slow to import.
-        patience_s: how long an answer may take.
+        rounds: the number of processes of each contender.
+        most_rounds: the largest number of rounds of a workload whose controls are not met.
+        turns: the number of turns of each process. It is smaller if the turns would last longer than ``limit_s``, but
+            at least 16, or 4 if a repetition lasts a quarter of a second. Turns are short and many, because on a shared
+            machine a core's speed changes: times that are compared have to be close together.
+        preloaded: modules that contenders need and that are slow to import.
+        patience_s: the time limit for an answer of a process.
     """
 
     size: str
@@ -50,15 +50,16 @@ _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
 FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=32, limit_s=0.35, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
 LEAST_TURNS: Final = 16
-# Of a contender that is many times slower than others no second digit is needed: they get its time, in more rounds.
-OF_SLOW_ONES: Final = 4
+# A contender with repetitions of SLOW_S or longer has only this many turns: its ratio needs fewer digits, and the time
+# is used for more rounds.
+TURNS_IF_SLOW: Final = 4
 SLOW_S: Final = 0.25
-# Repetitions before those that count bring caches and branches back; a longer one does so by itself.
+# Untimed repetitions before each turn fill the caches again. Repetitions of WARMED_BY_ITSELF_S or longer need none.
 WARM_UP_S: Final = 0.003
 WARMED_BY_ITSELF_S: Final = 0.012
-# Of the interpreters that processes are forked from, one a round.
+# The time to start the interpreters that processes are forked from, one for each round.
 STARTING_MINUTES: Final = 1.5
-# What is not timed, getting ready above all, may use every core.
+# How many processes work at the same time while nothing is timed, as when they are prepared.
 AT_ONCE: Final = os.cpu_count() or 1
 
 
@@ -67,7 +68,7 @@ class Interpreters:
 
     Args:
         preloaded: modules that they import, besides torch, before they fork.
-        native: they load mpinit's native code, too, where it is built.
+        native: whether they load mpinit's native code, if it is built.
     """
 
     def __init__(self, preloaded: Sequence[str], native: bool = False) -> None:
@@ -82,7 +83,7 @@ class Interpreters:
             process.communicate()
 
     def ask(self, number: int, contenders: Sequence[str], at_once: int = 1, **request: Any) -> dict[str, Any]:
-        """Have the processes of some contenders do something, a few at once; what each answers."""
+        """Send a request to the processes of some contenders, ``at_once`` of them at a time; return their answers."""
         process = self._started.get(number) or self._start(number)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps({**request, "contenders": contenders, "at_once": at_once}) + "\n")
@@ -117,7 +118,7 @@ def run(
     contenders: Sequence[str] | None = None,
     fresh: bool = False,
 ) -> None:
-    """Measure each workload that has no results of these sources yet, and write them as soon as they are there."""
+    """Measure each workload that has no results of the present sources yet; write the results after each round."""
     needs_native = device == "cpu" and effort.size == "full"
     if needs_native:
         build_native()
@@ -126,7 +127,7 @@ def run(
 
 
 def build_native() -> None:
-    """Build mpinit's native code where that can be done; results say whether it is there."""
+    """Build mpinit's native code if there is a compiler; the metadata of results name it."""
     from mpinit.torch_internals.one_pass_build import build
 
     try:
@@ -144,7 +145,7 @@ def run_with(
     contenders: Sequence[str] | None = None,
     fresh: bool = False,
 ) -> None:
-    """:func:`run` with interpreters that are there already."""
+    """Do the same as :func:`run` with interpreters that the caller has made."""
     source = fingerprint()
     efforts = {
         f"effort {name}": value for name, value in asdict(effort).items() if isinstance(value, str | int | float)
@@ -152,18 +153,18 @@ def run_with(
     common = {**machine.describe(device), "native code": _native_code(), "source": source, **efforts}
     rows = {name: row for name, row in workloads(effort.size).items() if device in row.devices}
     chosen = [name for name, row in rows.items() if (row.target == "bench" if names is None else name in names)]
-    there = {} if fresh else {name: _begun(out / f"{name}.json", rows[name], source) for name in chosen}
-    begun = {name: results for name, results in there.items() if results is not None}
-    left = [name for name in chosen if name not in begun or begun[name].common["finished"] == "no"]
-    taking_part = {name: _taking_part(rows[name], contenders) for name in left}
-    total = sum(_rounds(rows[name], effort)[0] * len(those) for name, those in taking_part.items())
-    print(intention({name: rows[name] for name in left}, taking_part, effort), flush=True)
+    earlier = {} if fresh else {name: _earlier(out / f"{name}.json", rows[name], source) for name in chosen}
+    begun = {name: results for name, results in earlier.items() if results is not None}
+    remaining = [name for name in chosen if name not in begun or begun[name].common["finished"] == "no"]
+    measured = {name: _measured_contenders(rows[name], contenders) for name in remaining}
+    total = sum(_rounds(rows[name], effort)[0] * len(those) for name, those in measured.items())
+    print(announcement({name: rows[name] for name in remaining}, measured, effort), flush=True)
     with tqdm.tqdm(total=total, unit="process", smoothing=0.05) as bar:
-        bar.set_postfix_str(f"{len(chosen) - len(left)} of {len(chosen)} workloads were there")
-        for name in left:
+        bar.set_postfix_str(f"{len(chosen) - len(remaining)} of {len(chosen)} workloads were measured before")
+        for name in remaining:
             results, path = begun.get(name) or Results(name, rows[name]), out / f"{name}.json"
             results.common = {**common, "finished": "no", "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            measure(results, taking_part[name], effort, device, interpreters, bar, path)
+            measure(results, measured[name], effort, device, interpreters, bar, path)
             results.common["finished"] = "yes"
             results.write(path)
 
@@ -176,32 +177,31 @@ def _native_code() -> str:
     return describe_native()
 
 
-def intention(rows: Mapping[str, Workload], taking_part: Mapping[str, Sequence[str]], effort: Effort) -> str:
-    """What a run is going to do, and about how long that takes."""
-    minutes = {name: row.minutes * len(taking_part[name]) / len(row.contenders) for name, row in rows.items()}
+def announcement(rows: Mapping[str, Workload], measured: Mapping[str, Sequence[str]], effort: Effort) -> str:
+    """List the workloads that a run is going to measure, with their contenders and minutes."""
+    minutes = {name: row.minutes * len(measured[name]) / len(row.contenders) for name, row in rows.items()}
     lines = []
     for name, row in rows.items():
-        those = f"{len(taking_part[name]):2} contenders x {_rounds(row, effort)[0]}"
+        those = f"{len(measured[name]):2} contenders x {_rounds(row, effort)[0]}"
         lines.append(f"  {name:18} {minutes[name]:3.1f} min, {those}: {row.title}")
     most = STARTING_MINUTES + sum(minutes.values())
-    head = (
-        f"{len(rows)} workloads, at most about {most:.0f} minutes on two quiet cores; stopped, it goes on where it was:"
-    )
+    head = f"{len(rows)} workloads, at most about {most:.0f} minutes on two quiet cores; a stopped run continues:"
     return "\n".join([head, *lines]) if lines else "nothing is left to measure"
 
 
 def _rounds(workload: Workload, effort: Effort) -> tuple[int, int]:
-    """How many there are, and how many there may be."""
+    """Return the number of rounds of a workload, and the largest number if its controls are not met."""
     return (workload.rounds, workload.rounds) if workload.rounds else (effort.rounds, effort.most_rounds)
 
 
-def _taking_part(workload: Workload, contenders: Sequence[str] | None) -> list[str]:
+def _measured_contenders(workload: Workload, contenders: Sequence[str] | None) -> list[str]:
+    """Return the contenders of a workload that were chosen on the command line (None: all), and its controls."""
     controls = {name for pair in workload.controls for name in pair}
     return [name for name in workload.contenders if contenders is None or name in contenders or name in controls]
 
 
-def _begun(path: Path, workload: Workload, source: str) -> Results | None:
-    """Results of these sources, all of them or of the rounds before a run was stopped."""
+def _earlier(path: Path, workload: Workload, source: str) -> Results | None:
+    """Return earlier results of the present sources, complete or not; None without any."""
     results = read(path, workload) if path.exists() else None
     return results if results is not None and results.common.get("source") == source else None
 
@@ -215,12 +215,12 @@ def measure(
     bar: Any,
     path: Path | None = None,
 ) -> None:
-    """Rounds in each of which every contender has one process, until the controls hold or there were enough.
+    """Run rounds, with one process of every contender in each, until the controls are met or the limit is reached.
 
-    Past those that there always are, none begins that might end after the workload's minutes.
+    After the first ``effort.rounds`` rounds, a round begins only if it can end within the workload's minutes.
 
     Args:
-        path: where each round is written to as soon as it is over.
+        path: the file that is written after each round.
     """
     begin = 1 + max((run["round"] for runs in results.runs.values() for run in runs), default=-1)
     rounds, most_rounds = _rounds(results.workload, effort)
@@ -233,8 +233,8 @@ def measure(
                 return
             bar.total += len(contenders)
         bar.set_description(f"{results.name}, round {number + 1}")
-        left = [contender for contender in contenders if contender not in results.missing]
-        Round(results, number, effort, device, interpreters).play(left)
+        present = [contender for contender in contenders if contender not in results.missing]
+        Round(results, number, effort, device, interpreters).run(present)
         bar.update(len(contenders))
         latest = time.monotonic() - start
         if path is not None:
@@ -242,7 +242,7 @@ def measure(
 
 
 class Round:
-    """One process of each contender, alive together and measured in turns, in an order that is drawn for each turn."""
+    """A round: one process of each contender. All are alive together, and timed in turns, each time in a new order."""
 
     def __init__(self, results: Results, number: int, effort: Effort, device: str, interpreters: Interpreters) -> None:
         self.results, self.number, self.effort, self.interpreters = results, number, effort, interpreters
@@ -253,27 +253,27 @@ class Round:
         self.untimed: dict[str, int] = {}
         self.answers: dict[str, list[dict[str, Any]]] = {}
 
-    def play(self, contenders: list[str]) -> None:
-        """All of it; who fails takes no further part."""
+    def run(self, contenders: list[str]) -> None:
+        """Start, prepare, time and end all processes. A contender that fails is not measured any more."""
         start = {**self.words, "patience_s": self.effort.patience_s}
-        for contender, answer in self._ask(self._in_turn(contenders), at_once=AT_ONCE, start=start).items():
+        for contender, answer in self._ask(self._shuffled(contenders), at_once=AT_ONCE, start=start).items():
             self._plan(contender, answer["once"])
         for turn in range(max(self.turns.values(), default=0)):
-            for contender in self._in_turn([name for name in self.answers if turn < self.turns[name]]):
+            for contender in self._shuffled([name for name in self.answers if turn < self.turns[name]]):
                 loops = {"turn": self.loops[contender], "untimed": self.untimed[contender]}
                 for answer in self._ask([contender], **loops).values():
                     self.answers[contender].append(answer)
         for contender, answer in self._ask(list(self.answers), at_once=AT_ONCE, first=self.number == 0).items():
             self._end(contender, answer["facts"])
 
-    def _in_turn(self, contenders: list[str]) -> list[str]:
+    def _shuffled(self, contenders: list[str]) -> list[str]:
         return self.draw.sample(contenders, len(contenders))
 
     def _plan(self, contender: str, once: float) -> None:
         repeat_s, limit_s = self.results.workload.repeat_s, self.effort.limit_s * self.results.workload.patience
         self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
         fit = int(limit_s / (self.loops[contender] * once)) if once else 1
-        least = LEAST_TURNS if once < SLOW_S else OF_SLOW_ONES
+        least = LEAST_TURNS if once < SLOW_S else TURNS_IF_SLOW
         self.turns[contender] = max(least, min(self.effort.turns, fit)) if once else 1
         is_short = 0 < once < WARMED_BY_ITSELF_S
         self.untimed[contender] = max(1, round(WARM_UP_S / once)) if is_short else 0

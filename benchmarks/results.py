@@ -1,7 +1,7 @@
 """Results of a workload, kept as a pyperf suite: ``python -m pyperf stats``, ``check`` and ``compare_to`` read them.
 
-A benchmark is a contender, a run one process, and a run's metadata are its facts. What is missing, and why, stands in
-the metadata of every run.
+A benchmark is a contender, a run is one process, and a run's metadata are its facts. The metadata of every run also has
+the contenders that could not be measured, with the reason.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 import pyperf
 
 from . import machine
-from .estimate import Estimate, Rounds, holds, ratio
+from .estimate import Estimate, Rounds, is_within_limits, ratio
 from .suite import Workload
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 MISSING: Final = "missing "
 LEAST_PROCESSES: Final = 5
-# Files that only read results can change without making them stale.
+# Files that only read results: a change of these does not make results stale.
 _READERS: Final = (
     "tables.py",
     "charts.py",
@@ -34,7 +34,7 @@ _READERS: Final = (
 
 
 class Results:
-    """Processes of one workload, as they are measured and as they are read again."""
+    """The results of one workload: the runs of each contender, and the contenders that are missing."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
@@ -76,10 +76,10 @@ class Results:
         return {pair: estimate for pair, estimate in found.items() if estimate is not None}
 
     def is_measurable(self) -> bool:
-        """Return whether every control was measured in enough processes and holds: otherwise no number is shown."""
+        """Return whether every control has enough processes and is within the limits; else no figure is shown."""
         controls = self.controls()
         enough = all(len(self.rounds(name)) >= LEAST_PROCESSES for pair in controls for name in pair)
-        return enough and len(controls) == len(self.workload.controls) and all(map(holds, controls.values()))
+        return enough and len(controls) == len(self.workload.controls) and all(map(is_within_limits, controls.values()))
 
     def write(self, path: Path) -> None:
         """Write a pyperf suite."""

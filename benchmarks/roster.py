@@ -1,4 +1,4 @@
-"""Contenders: one row each."""
+"""The contenders by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """A contender by name.
+    """A contender that can be built for any task.
 
     Attributes:
-        title: for people.
-        build: Task -> Contender; raises Unavailable where it has no part.
-        needs_network: it differs from others only in how a network is run.
-        compiles: it compiles what it runs, so its operations cannot be counted at the dispatcher.
+        title: the text in tables.
+        build: Task -> Contender; raises Unavailable if the contender cannot train the task here.
+        needs_network: whether it differs from others only in how a network runs.
+        compiles: whether it compiles its step, so that operations cannot be counted at the dispatcher.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What comes before the first step: ``initialize`` and ``import mpinit``."""
+"""The time before the first step: ``initialize`` and ``import mpinit``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LEVELS: Final[Mapping[str, dict[str, Any]]] = {
 
 
 class Initialize(Case):
-    """``initialize`` on square linear layers, a new model each time.
+    """The time of ``initialize`` for square linear layers, with a new model each time.
 
     Args:
         level: a row of ``LEVELS``.
         size: ``layers`` and their ``side``.
-        weights: the type that the model comes in.
+        weights: the dtype of the model before ``initialize``.
     """
 
     def __init__(self, level: str, size: Mapping[str, int], device: str, weights: torch.dtype = torch.float32) -> None:
@@ -59,7 +59,7 @@ class Initialize(Case):
         total = 0.0
         for _ in range(loops):
             model, optimizer = self._build()
-            # How often garbage is collected in between no longer depends on what was made before.
+            # Garbage of earlier repetitions would otherwise decide whether the collector runs while the clock does.
             gc.collect()
             begin = self.clock()
             self._initialize(model, optimizer)
@@ -68,7 +68,7 @@ class Initialize(Case):
         return total
 
     def facts(self, first: bool) -> Facts:
-        """Bytes before and after ``initialize``, at its peak, and what a state dict adds."""
+        """Return the bytes before and after ``initialize``, at its peak, and those that a state dict adds."""
         if not first:
             return {}
         made: list[Any] = []
@@ -90,8 +90,9 @@ class Initialize(Case):
         }
 
 
-# Forked, so that torch, which takes ten times as long, is imported once. What a fork copies when it is written to
-# counts, too; with our settings of the allocator that would be most of it. The first import writes bytecode.
+# Each import runs in a fork of a process that has imported torch, because importing torch lasts ten times as long. The
+# time includes pages that a fork copies when they are written to. With ENVIRONMENT's settings these would be most of
+# the time, so the process has none of them. The first import writes bytecode.
 _IMPORT: Final = """
 import os, sys, time, torch
 for line in sys.stdin:
@@ -105,7 +106,7 @@ for line in sys.stdin:
 
 
 class Import(Case):
-    """``import mpinit`` behind ``import torch``, in a process of its own each time."""
+    """The time of ``import mpinit`` after ``import torch``, in a new process each time."""
 
     def prepare(self) -> None:
         command, root = [sys.executable, "-c", _IMPORT], Path(__file__).parents[1]

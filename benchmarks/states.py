@@ -1,8 +1,8 @@
 """Final loss with encoded optimizer states beside float32 ones: python -m benchmarks.states --json FILE.
 
-A CNN on scikit-learn's digits, a transformer and an LSTM on the standard library's own text, at O5 with split masters;
-for each the loss on data held out, after as many steps from each of a few seeds. ``--table FILE`` prints the table of
-what was measured. Lion is lion-pytorch's, where that is installed.
+A CNN trains on scikit-learn's digits, a transformer and an LSTM on the standard library's source text. All train at O5
+with split masters, from a few seeds each. The result is the loss on other data after the last step. ``--table FILE``
+prints the table of measured losses. Lion is lion-pytorch's, if that is installed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 import mpinit
 
 STATES = ("float32", "bfloat16", "int8")
-HELD_OUT = 300
+TEST_ROWS = 300
 CONTEXT = 48
 Data = tuple[Tensor, Tensor]
 Measured = tuple[str, str, str, list[float]]
-# By task, optimizer and state: the final loss from each seed.
+# task -> optimizer -> state -> the final loss for each seed.
 Losses = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 
@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Transformer(nn.Module):
-    """Two causal layers on bytes."""
+    """A causal transformer of two layers, on bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Transformer(nn.Module):
 
 
 class Lstm(nn.Module):
-    """One layer on bytes."""
+    """An LSTM of one layer, on bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def cnn() -> nn.Module:
 def digits() -> tuple[Data, Data]:
     found = load_digits()
     x, y = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
-    return (x[:-HELD_OUT], y[:-HELD_OUT]), (x[-HELD_OUT:], y[-HELD_OUT:])
+    return (x[:-TEST_ROWS], y[:-TEST_ROWS]), (x[-TEST_ROWS:], y[-TEST_ROWS:])
 
 
 def text() -> tuple[Data, Data]:
@@ -96,7 +96,7 @@ def text() -> tuple[Data, Data]:
     numbers = torch.tensor(list(source.encode("ascii", "replace")))
     rows = numbers[: len(numbers) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
     x, y = rows[:, :-1], rows[:, 1:]
-    return (x[:-HELD_OUT], y[:-HELD_OUT]), (x[-HELD_OUT:], y[-HELD_OUT:])
+    return (x[:-TEST_ROWS], y[:-TEST_ROWS]), (x[-TEST_ROWS:], y[-TEST_ROWS:])
 
 
 TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Data, Data]], int]] = {
@@ -107,10 +107,10 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Data, Data]],
 
 
 def final_loss(task: str, optimizer_name: str, state: str, seed: int, steps: int) -> float:
-    """Train once; the loss on what was held out."""
+    """Train once, and return the loss on the test data."""
     torch.manual_seed(seed)
     make, load, size = TASKS[task]
-    (x, y), held_out = load()
+    (x, y), test_data = load()
     model = make()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=state, verbosity=0)
@@ -124,7 +124,7 @@ def final_loss(task: str, optimizer_name: str, state: str, seed: int, steps: int
         schedule.step()
     model.eval()
     with torch.no_grad():
-        return _loss(model, *held_out).item()
+        return _loss(model, *test_data).item()
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def measured(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, steps: int) -> Iterator[Measured]:
-    """Final losses, one task, optimizer and state after the other, as soon as they are there."""
+    """Yield the final losses of each task, optimizer and state, as soon as they are measured."""
     for task in tasks:
         for name in optimizers:
             for state in STATES:
@@ -141,7 +141,7 @@ def measured(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, steps:
 
 
 def table(losses: Losses) -> Iterator[str]:
-    """A row for each task and optimizer: the mean over the seeds, and their standard deviation."""
+    """Yield a row for each task and optimizer: the mean over the seeds, and the standard deviation."""
     yield f"| task | optimizer | {' | '.join(STATES)} |"
     yield "|---" * (2 + len(STATES)) + "|"
     for task, by_optimizer in losses.items():

@@ -1,4 +1,4 @@
-"""All that is measured: a row per workload, each with its contenders, what they are compared with, and its controls."""
+"""The workloads: a row for each, with its contenders and its controls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pieces import PIECES, Piece
 from .roster import CONTROLS, ROSTER
 from .setting_up import Import, Initialize
 from .tasks import TASKS
-from .training import CompiledTraining, Holding, Training
+from .training import CompiledTraining, MemoryUse, Training
 
 Make = Callable[[str, str, str], Case]
 Pairs = tuple[tuple[str, str], ...]
@@ -22,21 +22,22 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """A row.
+    """Something to measure, with the contenders that are compared.
 
     Attributes:
-        title: for people.
-        contenders: by name, in the order in which they are shown.
-        make: (contender, size of run, device) -> what its process measures.
-        controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
+        title: the text in tables.
+        contenders: their names, in the order in which they are shown.
+        make: (contender, size of run, device) -> the case that its process measures.
+        controls: pairs of contenders that do the same work. If the ratio of their times is not 1, no figure of the
+            workload is shown.
         kind: "training", "pairs", "native", "memory", "pieces", "compiled", "growth", "initialize", "import" or
-            "loops": the tables that show it.
-        minutes: enough for its rounds on a quiet CPU of two cores. Further ones, for controls that do not hold yet,
-            begin only while there is time left of them.
-        devices: where it is measured.
-        repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
-        rounds: processes of each contender, where it is another number than everywhere.
-        patience: how many times as long as elsewhere the turns of a process may take.
+            "loops": the table that shows it.
+        minutes: the time that its rounds need on a quiet CPU of two cores. Further rounds, for controls whose ratio is
+            not 1 yet, begin only within this time.
+        devices: the devices on which it is measured.
+        repeat_s: the time that one turn should last; 0: each turn is a single repetition without a warm-up.
+        rounds: the number of processes of each contender, if it is not the usual one.
+        patience: a factor of the time limit for the turns of one process.
         target: "bench", "bench-loops" or "bench-native": the target of make that measures it.
     """
 
@@ -76,7 +77,7 @@ _FP16: Final = ("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16")
 _COMPILED: Final = (*_CONTROL, "amp_bf16", "o1_bf16", "o2_bf16", "amp_fp16", "o1_fp16", "o2_fp16")
 
 
-# By the first extra: minutes of a launch-bound row, and of a bandwidth-bound one.
+# The first extra of a row -> the minutes if it is launch-bound, and if it is bandwidth-bound.
 _LOOP_MINUTES: Final[Mapping[str, tuple[float, float]]] = {
     "none": (1.4, 2.2),
     "accumulation": (0.6, 1.2),
@@ -97,8 +98,8 @@ def _train_loop(task: str, name: str, size: str, device: str) -> Case:
     return LoopTraining(task, name, _numbers(task, size, device), device)
 
 
-def _hold(task: str, name: str, size: str, device: str) -> Case:
-    return Holding(task, name, _numbers(task, size, device), device)
+def _measure_memory(task: str, name: str, size: str, device: str) -> Case:
+    return MemoryUse(task, name, _numbers(task, size, device), device)
 
 
 def _train_compiled(task: str, name: str, size: str, device: str) -> Case:
@@ -129,7 +130,7 @@ def _training(
 
 
 def _steps(task: str, contenders: tuple[str, ...], minutes: float, kind: str = "pairs") -> Workload:
-    """O0 is a contender, if any, and no control: where a step is nothing but launches its own book-keeping shows."""
+    """Make a workload whose only control is float32: O0's overhead is visible in a step that is mostly launches."""
     return Workload(TASKS[task].title, (*_CONTROL, *contenders), partial(_train, task), CONTROLS[:1], kind, minutes)
 
 
@@ -158,7 +159,7 @@ def _loops(row: LoopRow) -> Workload:
 
 
 def workloads(size: str) -> Mapping[str, Workload]:
-    """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
+    """Return all workloads by name, in the order in which they are measured; ``size`` is "quick" or "full"."""
     return {
         "launch": _steps("launch", ("o0", *_LAUNCH), 4.3, "training"),
         "bandwidth": _training("bandwidth", _BANDWIDTH, 2.8),
@@ -181,8 +182,8 @@ def workloads(size: str) -> Mapping[str, Workload]:
             (("fused Adam", "fused Adam again"),), "pieces", 0.5, ("cpu",),
         ),
         "memory": Workload(
-            TASKS["memory"].title, (*_CONTROL, *_MEMORY), partial(_hold, "memory"), (), "memory", 1.0, repeat_s=0.0,
-            rounds=1,
+            TASKS["memory"].title, (*_CONTROL, *_MEMORY), partial(_measure_memory, "memory"), (), "memory", 1.0,
+            repeat_s=0.0, rounds=1,
         ),
         "initialize": _set_up("initialize with 1,000 modules", 999, 4, 1.2),
         "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 0.8),
@@ -195,7 +196,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
             "compiled model and loss: three Linear layers with ReLU", _COMPILED, partial(_train_compiled, "wide"),
             CONTROLS[:1], "compiled", 2.2,
         ),
-        # In float16 a CPU takes minutes for a network.
+        # On a CPU a network in float16 needs minutes.
         "wide_fp16": _training("wide", _FP16, 1.0, ("cuda",)),
         "bert_fp16": _training("bert", _FP16, 1.0, ("cuda",)),
         **{name: _loops(row) for name, row in loop_rows().items()},
@@ -203,7 +204,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
 
 
 def title_of(contender: str) -> str:
-    """Return the title of a contender for people."""
+    """Return the title of a contender in tables."""
     way, _, extra = contender.partition("+")
     title = ROSTER[way].title if way in ROSTER else way
     return f"{title}, {EXTRAS[extra].title}" if extra in EXTRAS else title

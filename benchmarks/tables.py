@@ -117,10 +117,10 @@ def memory(found: All, names: tuple[str, ...] = ()) -> str:
     for name in names or results.workload.contenders:
         facts = results.facts(name)
         if facts:
-            held = [facts[f"bytes_{kind}"] / facts["parameters"] for kind in KINDS]
+            sizes = [facts[f"bytes_{kind}"] / facts["parameters"] for kind in KINDS]
             peak = f"{facts['peak_bytes'] / facts['parameters']:.1f}" if "peak_bytes" in facts else "-"
             title = f"{title_of(name)} fp16" if name in BY_TYPE["float16"] else title_of(name)
-            rows.append([title, *(f"{size:.1f}" for size in held), f"{sum(held):.1f}", peak])
+            rows.append([title, *(f"{size:.1f}" for size in sizes), f"{sum(sizes):.1f}", peak])
     return table(["", *KINDS, "sum", "peak of a step"], rows)
 
 
@@ -131,8 +131,8 @@ def less_memory(found: All) -> str:
     if not split:
         return text
     count = split[0]["parameters"]
-    held = [sum(facts[f"bytes_{kind}"] for kind in KINDS if kind != "masters") / count for facts in split]
-    sums = ", ".join(f"{size + BYTES_OF_A_REMAINDER:.1f}" for size in held)
+    others = [sum(facts[f"bytes_{kind}"] for kind in KINDS if kind != "masters") / count for facts in split]
+    sums = ", ".join(f"{size + BYTES_OF_A_REMAINDER:.1f}" for size in others)
     bucket = split[0]["bytes_masters"] / count - BYTES_OF_A_REMAINDER
     remarks = (
         f"The model has {count / 1e6:.0f} M parameters.",
@@ -269,13 +269,13 @@ def growth(found: All, folder: Path) -> str:
 
 
 def controls(found: All) -> str:
-    """Tabulate every control, and whether it held."""
+    """Tabulate every control, and whether all controls of its workload are within the limits."""
     rows = []
     for name, results in found.items():
         number = max((len(runs) for runs in results.runs.values()), default=0)
         for (one, other), estimate in results.controls().items():
-            held = "yes" if results.is_measurable() else "no"
-            rows.append([name, f"{title_of(other)} / {title_of(one)}", str(estimate), str(number), held])
+            is_within = "yes" if results.is_measurable() else "no"
+            rows.append([name, f"{title_of(other)} / {title_of(one)}", str(estimate), str(number), is_within])
     low, high = CONTROL_LIMITS
     return table(["workload", "control", "ratio", "processes", f"all within [{low}, {high}]"], rows)
 

@@ -1,4 +1,4 @@
-"""Counts: operations dispatched, kernels started and host syncs in one step."""
+"""Counts of one step: operations dispatched, kernels started, host syncs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def dispatched_ops(work: Callable[[], Any]) -> int:
-    """Operators that reach the dispatcher during ``work``, views included."""
+    """Count the operators that reach the dispatcher during ``work``, views included."""
     counter = _Counter()
     with counter:
         work()
@@ -31,7 +31,7 @@ def dispatched_ops(work: Callable[[], Any]) -> int:
 
 
 def kernels(work: Callable[[], Any]) -> int:
-    """Kernels, copies and fills that run on the CUDA device during ``work``."""
+    """Count the kernels, copies and fills that run on the CUDA device during ``work``."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         work()
         torch.cuda.synchronize()
@@ -39,7 +39,7 @@ def kernels(work: Callable[[], Any]) -> int:
 
 
 def host_syncs(work: Callable[[], Any]) -> int:
-    """Times that ``work`` makes the host wait for the CUDA device."""
+    """Count how often ``work`` makes the host wait for the CUDA device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:

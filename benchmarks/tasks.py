@@ -1,4 +1,4 @@
-"""What is trained: one row per task, each a network, its data, its loss and its optimizer's rule."""
+"""The tasks to train: each is a network, its data, its loss and its optimizer's rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHARACTERS: Final = 128
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's rule, so that each contender can build it its own way.
+    """An optimizer by name and numbers; each contender makes it in its own way.
 
     Attributes:
         name: "sgd", "adam" or "adamw".
@@ -38,14 +38,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Task:
-    """A task made concrete: what a contender is handed.
+    """A task that was built for a size and a device: the argument of every contender.
 
     Attributes:
         model: float32, on the device, in training mode.
-        batches: (inputs, target), used in turn.
+        batches: (inputs, target), used one after the other, again and again.
         loss: (model's output, target) -> scalar.
         rule: how the weights are updated.
-        fixtures: tensors that belong to the benchmark and not to the training, left out of memory figures.
+        fixtures: tensors that belong to the benchmark and not to the training; they are not counted as memory.
     """
 
     model: nn.Module
@@ -57,13 +57,14 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A row of the table.
+    """A task of any size.
 
     Attributes:
-        title: for people.
-        sizes: "quick", "cpu" and "cuda" -> the numbers ``build`` takes.
+        title: the text in tables.
+        sizes: "quick", "cpu" and "cuda" -> the numbers that ``build`` needs.
         build: (size, device) -> Task.
-        optimizer_only: there is no network, so contenders that differ only in how they run one have no part.
+        optimizer_only: whether there is no network. Contenders that differ only in how they run a network are not
+            measured then.
     """
 
     title: str
@@ -93,7 +94,7 @@ def _launch(size: Size, device: torch.device, norms: bool = True, rule: Rule = _
 
 
 def _bandwidth(size: Size, device: torch.device, form: str = "fused", name: str = "adam", momentum: float = 0) -> Task:
-    model = models.GivenGradients(size["tensors"], size["side"]).to(device)
+    model = models.PresetGradients(size["tensors"], size["side"]).to(device)
     nothing = torch.zeros((), dtype=torch.long, device=device)
     return Task(
         model, [(nothing, nothing)], lambda output, target: output, Rule(name, 1e-3, momentum, form),
@@ -138,7 +139,7 @@ def _resnet(size: Size, device: torch.device) -> Task:
 
 
 def _standard_library(characters: int) -> Tensor:
-    """Real text that every machine with Python has: its library's first modules in order of name, as ASCII codes."""
+    """Read text that every machine with Python has, the source of its library's first modules, as ASCII codes."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()

@@ -1,4 +1,4 @@
-"""Steps of training: a contender on a task, timed, timed with a compiled model, or measured for its memory."""
+"""Training steps of a contender on a task: their time, their time with a compiled model, and their memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .roster import ROSTER
 from .tasks import TASKS, Batch
 
 ENOUGH_S: Final = 0.5
-# Steps of a compiled model until guards and generated code no longer change, and no loss scale overflows any more.
+# Steps of a compiled model after which nothing is recompiled, and the loss scale has stopped overflowing.
 COMPILED_STEPS: Final = 5
-# Tiny: buffers that stay for the next step would otherwise be there before what is measured.
+# The size of the rehearsal. It is tiny, so that the buffers that it keeps for a next step hardly count.
 REHEARSED: Final = {"tensors": 4, "side": 64}
 
 
 class Training(Case):
-    """Whole steps: forward, backward, gradients made ready, update."""
+    """The time of whole steps: ``forward``, ``backward``, ``finish_gradients``, ``update``."""
 
     def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str, compiled: bool = False) -> None:
         self.task_row, self.row, self.size, self.device = TASKS[task], ROSTER[contender], size, torch.device(device)
@@ -41,7 +41,7 @@ class Training(Case):
     def build(self) -> None:
         """Build the contender, without a step."""
         if self.row.needs_network and self.task_row.optimizer_only:
-            raise Unavailable("it differs in how a network runs, and there is none")
+            raise Unavailable("it differs from others only in how a network runs, and the task has no network")
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         torch.manual_seed(0)
@@ -84,23 +84,23 @@ class Training(Case):
         return found
 
     def parameters(self) -> int:
-        """Return the number of trained numbers."""
+        """Return the number of elements of all parameters."""
         return sum(p.numel() for p in self.contender.model.parameters())
 
 
-class Holding(Case):
-    """Bytes that a training holds: by kind when the optimizer is about to step, and at the peak of whole steps."""
+class MemoryUse(Case):
+    """The memory of a training: bytes by kind before the optimizer's step, and the peak of whole steps."""
 
     def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str) -> None:
         self.rehearsal = Training(task, contender, REHEARSED, device)
         self.training, self.device = Training(task, contender, size, device), torch.device(device)
 
     def prepare(self) -> None:
-        footprint.give_back_what_is_freed()
-        # Memory of imports and compilers, needed once, is no part of the training.
+        footprint.return_freed_memory()
+        # The rehearsal allocates what imports and compilers need once, before the memory is read.
         self.rehearsal.prepare()
         del self.rehearsal
-        self.before = footprint.held_now(self.device)
+        self.before = footprint.bytes_now(self.device)
         self.training.build()
         self.seconds(1)
 
@@ -113,18 +113,18 @@ class Holding(Case):
         return {"parameters": self.training.parameters(), **found, **self.bytes_after_backward()}
 
     def bytes_after_backward(self) -> Facts:
-        """Return the bytes held by kind when the optimizer is about to step, each storage once."""
+        """Return the bytes by kind after ``finish_gradients``, each storage once."""
         contender = self.training.contender
         inputs, target = contender.task.batches[0]
         contender.backward(contender.forward(inputs, target))
         contender.finish_gradients()
-        held = footprint.held(contender)
+        sizes = footprint.bytes_by_kind(contender)
         contender.update()
-        return {f"bytes_{kind}": size for kind, size in held.items()}
+        return {f"bytes_{kind}": size for kind, size in sizes.items()}
 
 
 class CompiledTraining(Case):
-    """As :class:`Training`, with model and loss as one function that torch.compile has compiled with inductor."""
+    """The time of whole steps with model and loss as one function, compiled by torch.compile with inductor."""
 
     def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str) -> None:
         self.inner = Training(task, contender, size, device, compiled=True)
@@ -139,7 +139,7 @@ class CompiledTraining(Case):
         return self.inner.seconds(loops)
 
     def facts(self, first: bool) -> Facts:
-        """Count graphs, breaks, and recompilations after overflows that moved the loss scale."""
+        """Count graphs, graph breaks, and recompilations after overflows that changed the loss scale."""
         task = self.inner.contender.task
         task.batches[:] = [(torch.full_like(inputs, float("inf")), target) for inputs, target in task.batches]
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""mpinit as a contender, through its public functions; only its native code is switched off by hand."""
+"""mpinit as a contender, through its public functions; only native code is switched off through an internal one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .tasks import Task
 
 
 class Mpinit(Contender):
-    """``initialize`` once, ``scale_loss`` around backward; the end of that block counts as finish_gradients.
+    """Training with mpinit: ``scale_loss`` around backward; the end of that block is ``finish_gradients``.
 
     Args:
-        native: False: as where native code is not built, in all of this process.
+        native: False: this process does not use native code, even if it is built.
     """
 
     def __init__(self, task: Task, opt_level: str, native: bool = True, **properties: Any) -> None:
@@ -44,7 +44,7 @@ class Mpinit(Contender):
 
 
 class InBackward(Mpinit):
-    """An optimizer for each parameter, which torch's hook steps as soon as the gradient is there."""
+    """An optimizer for each parameter, which a post-accumulate-grad hook steps in the backward pass."""
 
     optimizer: Any
 

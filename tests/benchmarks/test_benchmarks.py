@@ -17,7 +17,7 @@ from benchmarks import pieces, tables  # noqa: E402
 from benchmarks.case import Unavailable  # noqa: E402
 from benchmarks.growth import AXES, Growth  # noqa: E402
 from benchmarks.peers import Peer  # noqa: E402
-from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, intention, run_with  # noqa: E402
+from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, announcement, run_with  # noqa: E402
 from benchmarks.roster import ROSTER  # noqa: E402
 from benchmarks.suite import workloads  # noqa: E402
 from benchmarks.tasks import TASKS  # noqa: E402
@@ -144,10 +144,10 @@ def test_failing_contender_is_a_result_with_its_reason(interpreters: Interpreter
 def test_make_bench_has_less_than_25_minutes_on_a_cpu_and_prints_them() -> None:
     rows = {name: row for name, row in workloads("full").items() if "cpu" in row.devices and row.target == "bench"}
     assert STARTING_MINUTES + sum(row.minutes for row in rows.values()) < 25
-    text = intention(rows, {name: row.contenders for name, row in rows.items()}, FULL)
+    text = announcement(rows, {name: row.contenders for name, row in rows.items()}, FULL)
     assert text.startswith(f"{len(rows)} workloads, at most about 2")
     assert all(f"\n  {name} " in text and row.title in text for name, row in rows.items())
     # Of half the contenders, in half the time.
     few = {name: row.contenders[: len(row.contenders) // 2] for name, row in rows.items()}
-    assert intention(rows, few, FULL).startswith(f"{len(rows)} workloads, at most about 1")
-    assert intention({}, {}, FULL) == "nothing is left to measure"
+    assert announcement(rows, few, FULL).startswith(f"{len(rows)} workloads, at most about 1")
+    assert announcement({}, {}, FULL) == "nothing is left to measure"

@@ -44,8 +44,8 @@ BYTES = {
 # buffer of one tensor does not stay from step to step.
 HELD = """
 from benchmarks import footprint
-from benchmarks.training import Holding
-case = Holding("memory", {name!r}, {{"tensors": 2, "side": 1536}}, "cpu")
+from benchmarks.training import MemoryUse
+case = MemoryUse("memory", {name!r}, {{"tensors": 2, "side": 1536}}, "cpu")
 case.prepare()
 facts = case.bytes_after_backward()
 print(*[round(facts["bytes_" + kind] / case.training.parameters(), 1) for kind in footprint.KINDS])
@@ -82,11 +82,11 @@ def test_peak_is_the_footprint_and_one_bucket() -> None:
 
 
 def test_a_peak_is_that_of_the_work_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = footprint.held_now(CPU)
+    before = footprint.bytes_now(CPU)
     torch.zeros(40_000_000)
     peak = footprint.peak_of(lambda: torch.ones(10_000_000), CPU)
     assert peak is not None and 38_000_000 <= peak - before <= 60_000_000
-    monkeypatch.setattr(footprint, "_FORGET_PEAK", tmp_path / "no folder" / "clear_refs")
+    monkeypatch.setattr(footprint, "_RESET_PEAK", tmp_path / "no folder" / "clear_refs")
     assert footprint.peak_of(lambda: None, CPU) is None
 
 

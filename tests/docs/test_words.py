@@ -46,6 +46,11 @@ def test_words_of_the_pages() -> None:
     assert not found, "\n".join(found)
 
 
+def test_words_of_the_benchmarks() -> None:
+    found = [f"{kind}: {finding}" for kind, finding in findings_below([ROOT / "benchmarks"], ALLOWED)]
+    assert not found, "\n".join(found)
+
+
 PLANTED = '''"""Whether this module is one."""
 
 
