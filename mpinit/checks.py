@@ -17,7 +17,7 @@ from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
-from .basics.wrappers import wrapped_in
+from .basics.wrappers import inner_optimizers, wrapped_in
 from .distributed.agreement import groups_of, meshes_of
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
@@ -241,6 +241,13 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
                 "the optimizer from the parameters of the model given to mpinit.initialize"
             )
     if stray and len(stray) == len(optimizers) and not awaits:
+        expression, others = inner_optimizers(optimizers[0])
+        if others:
+            raise ValueError(
+                f"this {type(optimizers[0]).__name__} steps no weight of the models, and has {len(others)} optimizers "
+                f"that do, which hooks step inside of the backward pass: give those, {expression}, at a level without "
+                "a loss scale, such as O5"
+            )
         raise ValueError(
             f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to "
             f"the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be trained: "

@@ -92,6 +92,7 @@ def session_of(optimizer: Any) -> Session:
     """
     session = of(optimizer)
     if session is None:
+        _refuse_dummies(optimizer)
         known = "; ".join(session.describe() for session in live()) or "there are none"
         is_awaited = any(each.managed.awaits for each in live())
         first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if is_awaited else "")
@@ -99,6 +100,17 @@ def session_of(optimizer: Any) -> Session:
             f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
         )
     return session
+
+
+def _refuse_dummies(optimizer: Any) -> None:
+    """Refuse an optimizer that steps none of the weights, and has others that do."""
+    expression, others = wrappers.inner_optimizers(optimizer)
+    if others:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} steps no weight of an initialised model, and has "
+            f"{len(others)} optimizers that do, which hooks step inside of the backward pass: give mpinit.initialize "
+            f"or mpinit.add_optimizers those, {expression}, at a level without a loss scale, such as O5"
+        )
 
 
 def session_for(optimizer: Optimizer) -> Session | None:
@@ -113,6 +125,7 @@ def session_for(optimizer: Optimizer) -> Session | None:
             f"the parameters of this {name} belong to several sessions, and an optimizer steps in one: "
             f"{'; '.join(session.describe() for session in sessions)}. Make one for the parameters of each"
         )
+    _refuse_dummies(optimizer)
     ids = {id(p) for model in disabled if isinstance(model, nn.Module) for p in model.parameters()}
     if any(id(parameter) in ids for parameter in parameters):
         return None

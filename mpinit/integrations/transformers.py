@@ -12,6 +12,7 @@ import torch
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.logs import log
+from ..basics.wrappers import inner_optimizers
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -92,7 +93,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
 
 
 def _save_loss_scale(trainer: Any, folder: str) -> None:
-    session = registry.session_of(trainer.optimizer)
+    session = registry.session_of(trainer.model)
     if trainer.args.should_save and not all(scaler.is_identity for scaler in session.scalers):
         torch.save(amp.state_dict(trainer.optimizer), Path(folder, _LOSS_SCALE))
 
@@ -196,5 +197,22 @@ def _initialize_new_model(
 def _create_optimizer(create: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     created = create(*args, **kwargs)
     if registry.of(created) is None:
-        attach(trainer.accelerator, amp.add_optimizers(created))
+        attach(trainer.accelerator, amp.add_optimizers(_layer_wise(trainer, created) or created))
     return created
+
+
+def _layer_wise(trainer: Any, created: Any) -> list[Any]:
+    """Return the optimizers that step one weight each inside of backward, where the Trainer's own is a dummy.
+
+    Raises:
+        ValueError: gradients are scaled, and would be stepped before they are unscaled.
+    """
+    optimizers = inner_optimizers(registry.unwrapped(created))[1]
+    session = registry.of(trainer.model)
+    if optimizers and session is not None and not all(scaler.is_identity for scaler in session.scalers):
+        raise ValueError(
+            f"optim={str(trainer.args.optim)!r} steps each weight inside of the backward pass, where gradients are "
+            "still scaled: use enable(trainer, 'O5'), enable(trainer, ..., loss_scale=1.0), or an optim that is not "
+            "layer-wise"
+        )
+    return optimizers

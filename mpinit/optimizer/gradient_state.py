@@ -37,6 +37,10 @@ ERRORS: Final = {
     "nested block": NESTED_BLOCK,
     "other scaler": OTHER_SCALER,
 }
+STEP_LATER: Final = (
+    "move it after the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
+    "scale: opt_level='O5' or loss_scale=1.0"
+)
 SCALE: Final = "scale() of a GradScaler"
 UNSCALE: Final = "unscale_() of a GradScaler"
 
@@ -237,7 +241,7 @@ def skipped(state: GradientState, used: Marks) -> GradientState:
 
 def _check_of_step(state: GradientState) -> None:
     if state.phase is Phase.SCALED:
-        read(state, "optimizer.step()", "move it after the with-block")
+        read(state, "optimizer.step()", STEP_LATER)
 
 
 def adopted(state: GradientState, found_inf: torch.Tensor | None, has_gradients: bool) -> GradientState:

@@ -21,7 +21,7 @@ from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compil
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
-from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
+from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
 from .ranks import Ranks
@@ -153,7 +153,7 @@ class GradientChecks:
 
     def prepare_state_only(self) -> None:
         """Refuse scaled gradients before a step that only creates the optimizer's state."""
-        self._gradients.check_unscaled(STEP, "move it after the with-block")
+        self._gradients.check_unscaled(STEP, STEP_LATER)
         self._members.values.apply_writes()
 
     def update_scale_later(self, scaler: LossScaler) -> None:
@@ -269,7 +269,7 @@ class GradientChecks:
     def check_gradients(self, what: str) -> None:
         """Refuse gradients that are scaled; warn of those that were never scaled, or of none."""
         gradients = self._gradients
-        gradients.check_unscaled(what, "move it after the with-block")
+        gradients.check_unscaled(what, STEP_LATER if what == STEP else "move it after the with-block")
         if gradients.came_through_scaling():
             return
         if not gradients.present():

@@ -3,8 +3,10 @@
 import copy
 import importlib
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,3 +407,58 @@ def test_a_search_for_hyperparameters_trains_each_model_with_masters(tmp_path: P
     )
     assert best.hyperparameters["learning_rate"] == 1e-2 and best.objective < 3.45
     assert set(seen) == {torch.bfloat16} and len(seen) >= 4
+
+
+class GaLore(torch.optim.AdamW):
+    """AdamW with the arguments that Transformers passes to GaLore's."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        groups = [{key: group[key] for key in ("params", "lr") if key in group} for group in params]
+        super().__init__(groups, weight_decay=0.0, **given)
+
+
+@pytest.fixture
+def galore(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of a Trainer with GaLore's layer-wise optimizer, whose package needs a GPU."""
+    from transformers import trainer_optimizer
+
+    names = dict.fromkeys(("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"), GaLore)
+    monkeypatch.setitem(sys.modules, "galore_torch", SimpleNamespace(**names))
+    monkeypatch.setattr(trainer_optimizer, "is_galore_torch_available", lambda: True)
+    return {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear", "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("level", ["O4", "O5", "O5, split", "O5, model"])
+def test_layer_wise_optimizers_train_as_one_does(level: str, galore: dict[str, Any], tmp_path: Path) -> None:
+    masters = {"split": "split", "model": "model"}.get(level.partition(", ")[2])
+    given: dict[str, Any] = {"opt_level": level[:2], **({"master_weights": masters} if masters else {})}
+    more = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    layer_wise = trained("llama", tmp_path, given, **more, **{**galore, "save_strategy": "steps", "save_steps": 2})
+    galore["optim"] = "adamw_torch"
+    one = trained("llama", tmp_path, given, **more, **galore)
+    is_same = same_bits(layer_wise.model.state_dict(), one.model.state_dict())
+    assert is_same
+    has_trained = not same_bits(layer_wise.model.state_dict(), tiny_model("llama").state_dict())
+    assert has_trained
+
+
+def test_layer_wise_optimizers_are_refused_where_losses_are_scaled(galore: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps each weight inside of the backward pass"):
+        trained("llama", tmp_path, {"opt_level": "O2"}, **galore)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_dummy_optimizer_names_the_optimizers_that_step(late: bool) -> None:
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    model = torch.nn.Linear(2, 2)
+    dummy = LayerWiseDummyOptimizer({p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
+    if late:
+        mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
+    with pytest.raises((RuntimeError, ValueError), match="optimizer_dict") as caught:
+        mpinit.add_optimizers(dummy) if late else mpinit.initialize(model, dummy, "O5", verbosity=0)
+    assert "LayerWiseDummyOptimizer steps no weight" in str(caught.value)
+    others = list(dummy.optimizer_dict.values())
+    mpinit.add_optimizers(others) if late else mpinit.initialize(model, others, "O5", verbosity=0)
+    with pytest.raises(RuntimeError, match="steps no weight"), mpinit.scale_loss(torch.ones(()), dummy):
+        pass
