@@ -3,14 +3,15 @@
 They are handed out in three ways: as entries of ``model.state_dict()``, as masters of ``master_params(optimizer)``, and
 as the parameters inside ``with float32_weights(model)``. One rule holds for all three:
 
-1. A number that was written through one of them counts, unless its weight has moved since it was handed out: by a step,
-   a load or a write. Then the write is an error that names the tensor. A stale tensor is never copied into a weight.
+1. A number that was written through one of them counts, unless its weight was changed by a step, a load or a write
+   after it was handed out. Then the write is an error that names the tensor. A stale tensor is never copied into a
+   weight.
 2. A master is the same object for as long as the session lives, and its ``grad`` is its weight's after each backward
-   pass. An entry of a state dict is a copy. A parameter of a block is the master where that has memory of its own, and
-   is emptied (all nan, not writable) after the block elsewhere.
-3. :meth:`Float32Values.apply_writes` applies all that was written, and is called before anything is read, saved,
-   copied or exchanged.
-4. What runs in every iteration runs in bulk.
+   pass. An entry of a state dict is a copy. A parameter inside a ``float32_weights`` block is the full master if there
+   is one. Otherwise it is made for the block, and after the block it is empty: all nan, and not writable.
+3. :meth:`Float32Values.apply_writes` applies all pending writes. It is called before anything is read, saved, copied or
+   exchanged.
+4. Code that runs in every iteration works on all tensors in bulk.
 """
 
 import weakref
@@ -63,10 +64,10 @@ class Float32Values:
     """The float32 numbers of a session's 16-bit tensors.
 
     Attributes:
-        masters: of the weights that are trained.
-        casts: of all other tensors.
-        block_parameters: of the blocks so far.
-        places: of the models' 16-bit tensors.
+        masters: the masters of the weights that are trained.
+        casts: the casts of all other tensors, with their float32 values.
+        block_parameters: the float32 parameters that were made for ``float32_weights`` blocks.
+        places: the places of the models' 16-bit tensors.
         ran_eagerly: whether a forward that was not compiled ran since the last step. Such a forward applies writes.
     """
 
@@ -76,12 +77,13 @@ class Float32Values:
         self._models = models
         self._names = Names(models)
         self._entries: list[_Entry] = []
-        # Ids of masters whose weights were their roundings when the state dict at hand began.
+        # Ids of masters whose weights were their roundings when the present call of state_dict() began.
         self._agreeing: set[int] = set()
-        # Entries of state dicts made inside a block: the user's tensor, its memory, and the 16-bit tensor.
+        # Entries of state dicts that were made inside a block: the user's tensor, a tensor with the same memory, and
+        # the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
-        # The last call's weights, their masters, the list that was returned, and the number of masters then.
+        # Of the last hand_out(): the weights, their masters, the list that was returned, and the number of masters.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
         self.places = Places(models)
@@ -90,19 +92,19 @@ class Float32Values:
     # -- reading and loading ------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Read the float32 numbers that a 16-bit tensor means; changes nothing.
+        """Return the float32 values of a 16-bit tensor; changes nothing.
 
         Returns:
-            A tensor that is not to be written to; None where they are the tensor's own.
+            A tensor that must not be written to; None if the tensor has no other values than its own.
         """
         master = self.masters.of(tensor)
         return self.casts.original_values(tensor) if master is None else self.masters.values(master)
 
     def load(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
-        """Record float32 numbers that were loaded into a 16-bit tensor of their shape.
+        """Record float32 values that were loaded into a 16-bit tensor of the same shape.
 
         Returns:
-            Whether the tensor has a master, which holds them now.
+            Whether the tensor has a master, which has these values now.
         """
         master = self.masters.of(tensor)
         if master is None:
@@ -114,7 +116,7 @@ class Float32Values:
         return True
 
     def apply_gradients(self) -> None:
-        """Apply what was done to the ``grad`` of handed-out masters, before a scaled loss adds to gradients.
+        """Apply changes of the ``grad`` of handed-out masters to the weights, before a scaled loss adds gradients.
 
         Raises:
             RuntimeError: a weight and its master got other gradients.
@@ -131,7 +133,7 @@ class Float32Values:
         return handed_out is not None and handed_out.were_written()
 
     def apply_writes(self, with_gradients: bool = True) -> None:
-        """Apply all that was written through handed-out tensors; cheap where nothing was handed out.
+        """Apply all writes to handed-out tensors; cheap if nothing was handed out.
 
         Args:
             with_gradients: whether gradients are going to be used. Default True.
@@ -141,7 +143,7 @@ class Float32Values:
                 after its weight had moved; or a weight's memory was replaced by another one's.
         """
         if self.masters.are_in_model or (isinstance(self.masters, FullMasters) and self.masters.is_open):
-            return  # masters are true at the moment, and not the weights
+            return  # at the moment the masters have the present values, and the weights are out of date
         if self.masters.data_use.replaced:
             self.masters.follow_replaced_memory()
         if self._handed_out is not None and self._handed_out.masters:
@@ -160,7 +162,7 @@ class Float32Values:
 
         Args:
             tensor: the parameter or buffer.
-            saved: what torch would save of it.
+            saved: the tensor that torch would save for it.
         """
         master = self.masters.of(tensor)
         agreed = id(master) in self._agreeing
@@ -168,7 +170,7 @@ class Float32Values:
             values = self.casts.original_values(tensor)
         else:
             values = master.parameter if agreed else self.masters.values(master)
-        # An entry is an ordinary tensor also inside of torch.inference_mode(), where torch would count no writes.
+        # An entry is never an inference tensor, which has no version counter.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
         if master is None:
@@ -178,19 +180,19 @@ class Float32Values:
         return wide
 
     def prepare_entries(self) -> None:
-        """Prepare for the entries of one state dict: in bulk."""
+        """Prepare for one call of ``state_dict()``, in bulk for all entries."""
         self.apply_writes(with_gradients=False)
         self.masters.data_use.watch_all([master.weight for master in self.masters])
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
-        """Record what a state dict saves of a parameter inside of a block, whose memory it shares until the end."""
+        """Record an entry that a state dict has made inside of a block, and that shares the parameter's memory there."""
         tensor = self.block_parameters.tensor_of(wide)
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer or a frozen parameter in float32, where it is from now on; entries of before are stale."""
+        """Keep a buffer or a frozen parameter in float32 from now on, and return it; earlier entries become stale."""
         wide = self.casts.keep(tensor)
         for entry in self._entries:
             if entry.tensor is tensor:
@@ -198,7 +200,7 @@ class Float32Values:
         return wide
 
     def entries_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Record that a state dict is about to be loaded: what was written to its entries counts by that."""
+        """Record that a state dict is about to be loaded: the load applies the writes to its entries."""
         loaded = {id(value) for value in state_dict.values()} if self._entries else set()
         for entry in self._entries:
             if id(entry.handed_out()) in loaded:
@@ -206,7 +208,7 @@ class Float32Values:
 
     @contextmanager
     def without_moving(self) -> Iterator[None]:
-        """Run code of an optimizer's that leaves every weight's numbers as they are; entries stay current."""
+        """Run code of an optimizer that changes no weight inside the block, so that entries do not become stale."""
         current = [entry for entry in self._entries if not self._has_moved(entry)]
         before, self.masters.keeps_bits = self.masters.keeps_bits, True
         try:
@@ -236,7 +238,7 @@ class Float32Values:
         self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
 
     def _check_entries(self, written: Sequence[list["_Entry"]]) -> list[tuple[list["_Entry"], torch.Tensor]]:
-        """Refuse stale entries, and two that contradict each other; what was written to these is dropped.
+        """Refuse stale entries, and two entries that contradict each other; the refused writes are dropped.
 
         Returns:
             The entries of each tensor with the values to write to it, before any is written.
@@ -259,7 +261,7 @@ class Float32Values:
         return checked
 
     def _record_clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Watch a tensor from here on, and read its clock."""
+        """Watch a tensor from now on, and read its clock; see :meth:`DataUse.clock`."""
         use = self.masters.data_use
         use.watch(tensor, is_recorded=self.masters.of(tensor) is not None)
         return use.clock(tensor)
@@ -273,9 +275,9 @@ class Float32Values:
     # -- masters ------------------------------------------------------------------------------------------------------
 
     def hand_out(self, weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """List the full masters of some weights, and the weights themselves where they have none.
+        """List the full masters of some weights; for a weight without one, the weight itself.
 
-        From here on they follow their weights, and what is written to them counts.
+        From now on these masters follow writes to their weights, and writes to the masters count.
         """
         asked = list(weights)
         if self._handed_out is None or len(self.masters) == 0:
@@ -296,12 +298,12 @@ class Float32Values:
             self._handed_out.bind_gradients()
 
     def moved(self) -> None:
-        """Record that weights and masters were moved together, by a step; nothing is written between this and it."""
+        """Record that a step has just changed weights and masters together, so that this does not count as a write."""
         if self._handed_out is not None and self._handed_out.masters:
             self._handed_out.remember_all()
 
     def drop_if_unused(self, masters: Iterable[Master]) -> None:
-        """Free masters of weights that no optimizer has any more and no model: they were replaced by others."""
+        """Free the masters of weights that are in no optimizer and in no model any more."""
         unused = [master for master in masters if master.optimizers == 0]
         if unused:
             self._last_handed_out = [], [], [], 0
@@ -320,7 +322,7 @@ class Float32Values:
     # -- parameters inside of a block ---------------------------------------------------------------------------------
 
     def end_block(self, wide: Iterable[torch.Tensor]) -> None:
-        """End a block: masters that were in it stay live, and its state dicts are copies from here on."""
+        """End a block: its masters count as handed out, and entries of its state dicts are copies from now on."""
         if self._handed_out is not None:
             known = {id(master.parameter): master for master in self.masters}
             self._handed_out.add([known[id(each)] for each in wide if id(each) in known])
@@ -335,7 +337,13 @@ class Float32Values:
 
 @dataclass(slots=True)
 class _WideParameter:
-    """A float32 parameter or buffer of a block, known weakly; its version when the block ended, None inside."""
+    """A float32 parameter or buffer that was made for a block.
+
+    Attributes:
+        alive: a weak reference to it.
+        tensor: the 16-bit tensor that it replaces.
+        version: its version when the block ended; None inside the block.
+    """
 
     alive: weakref.ref[torch.Tensor]
     tensor: torch.Tensor
@@ -348,10 +356,10 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BlockParameters:
-    """The float32 parameters and buffers that are in the places of 16-bit ones inside of blocks.
+    """The float32 parameters and buffers that replace 16-bit ones inside of ``float32_weights`` blocks.
 
-    They are made for a block, emptied after it, and used again in the next one while they are alive. Weights with full
-    masters need none: the masters are in their places.
+    They are made for a block and emptied after it. If a later block finds one still alive, it uses that again. Weights
+    with full masters need none: their masters replace them.
     """
 
     def __init__(self) -> None:
@@ -362,11 +370,11 @@ class BlockParameters:
         return len(self._wide)
 
     def tensor_of(self, wide: torch.Tensor) -> torch.Tensor | None:
-        """Look up the 16-bit tensor in whose place one is that was made for a block."""
+        """Return the 16-bit tensor that a tensor replaces inside a block; None if it replaces none."""
         return next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
 
     def widen(self, values: Float32Values, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
+        """Make the float32 parameter or buffer that replaces a 16-bit one inside of a block."""
         own = values.of(tensor)
         numbers = tensor.detach().float() if own is None else own.float()
         if own is not None and numbers.data_ptr() == own.data_ptr():
@@ -380,7 +388,7 @@ class BlockParameters:
         return wide
 
     def narrow(self, values: Float32Values, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Set a 16-bit tensor from the float32 one that was in its place, which is emptied."""
+        """Write the values of a float32 parameter or buffer back to the 16-bit one, and empty it."""
         before, now = values.of(tensor), wide.detach()
         if not torch.equal(now, tensor.float() if before is None else before.to(now)):
             tensor.copy_(now)
@@ -404,12 +412,12 @@ class _Entry:
     """An entry of a state dict.
 
     Attributes:
-        handed_out: the user's tensor, known weakly.
-        values: its memory.
-        version: its version when it was made, or when writes to it were applied last.
+        handed_out: a weak reference to the user's tensor.
+        values: a tensor with the same memory and version counter.
+        version: the version when the entry was made, or when writes to it were last applied.
         tensor: the 16-bit tensor that it is a copy of.
-        clock: the tensor's clock then, see :meth:`DataUse.clock`.
-        agreed: whether the tensor was its master's rounding then.
+        clock: the clock of ``tensor`` at that time; see :meth:`DataUse.clock`.
+        agreed: whether ``tensor`` was its master's rounding at that time.
     """
 
     handed_out: weakref.ref[torch.Tensor]
@@ -421,7 +429,7 @@ class _Entry:
 
 
 def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> torch.Tensor | None:
-    """Merge what was written to several entries of one tensor; None where two contradict each other."""
+    """Merge the writes to several entries of one tensor; None if two contradict each other."""
     if len(entries) == 1:
         return entries[0].values
     values = values_of.of(entries[0].tensor)
@@ -439,7 +447,7 @@ def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> torch.Tenso
 
 
 def _has_present_numbers(values_of: Float32Values, entry: "_Entry") -> bool:
-    """Return whether an entry has the numbers that its tensor means now, so that nothing is lost."""
+    """Return whether an entry equals its tensor's present float32 values, so that its writes are in them already."""
     values = values_of.of(entry.tensor)
     present = local(entry.tensor.float() if values is None else values)
     return present.shape == entry.values.shape and torch.equal(present, local(entry.values))
@@ -453,10 +461,10 @@ def _is_masters_memory(masters: Masters, tensor: torch.Tensor, values: torch.Ten
 
 
 class HandedOutMasters:
-    """The masters that users have, in columns.
+    """The full masters that users have, as parallel lists: masters, weights, float32 parameters.
 
-    A master's ``grad`` is its weight's. What is written to a master is rounded into its weight, and a gradient that
-    was replaced counts, on whichever of the two it was replaced.
+    A master's ``grad`` is its weight's. A write to a master is rounded into its weight. A gradient that was replaced
+    counts, whether it was replaced on the master or on the weight.
     """
 
     def __init__(self, table: FullMasters) -> None:
@@ -468,8 +476,8 @@ class HandedOutMasters:
         self._are_sharded = False
         self._has_gradients = False
         self._hooks: dict[int, RemovableHandle] = {}
-        # As of the last time they were made one: versions of weights and masters, gradients of both, and versions of
-        # gradients that are float32 copies (DDP leaves gradients in the weights' dtype).
+        # From the last time that weights and masters agreed: versions of weights and of masters, gradients of both, and
+        # versions of those gradients that are float32 copies (under DDP gradients have the weights' dtype).
         self._versions: tuple[list[int], list[int]] = [], []
         self._bound: list[torch.Tensor | None] = []
         self._theirs: list[torch.Tensor | None] = []
@@ -477,7 +485,7 @@ class HandedOutMasters:
         self._on_gradient = _bind_once_a_pass(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
-        """Hand out masters, those that are handed out already among them: from here on writes to them count."""
+        """Hand out masters, unless they are handed out already: from now on writes to them count."""
         asked = list(masters)
         new = [] if are_same(asked, self.masters) else [each for each in asked if id(each) not in self._index]
         for master in new:
@@ -490,7 +498,7 @@ class HandedOutMasters:
             self._arrange([*self.masters, *new])
 
     def add_gradients(self) -> None:
-        """Bind the gradients of all handed-out masters, now and after each backward pass."""
+        """Set the ``grad`` of all handed-out masters, now and after each backward pass."""
         self._has_gradients = True
         if len(self._hooks) < len(self.masters):
             for master in self.masters:
@@ -508,7 +516,7 @@ class HandedOutMasters:
         self.remember_all()
 
     def close(self) -> None:
-        """Forget all masters."""
+        """Drop all masters."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks = {}
@@ -553,7 +561,7 @@ class HandedOutMasters:
         self._bound, self._theirs = bound, theirs
 
     def apply_gradients(self) -> None:
-        """Let weights have the gradients that their masters were given, and the reverse.
+        """Set weights' gradients to those that were set on their masters, and the reverse.
 
         Raises:
             RuntimeError: a weight and its master got other gradients.
@@ -572,7 +580,7 @@ class HandedOutMasters:
                 if gradient is not bound or is_written:
                     is_changed = True
                     self._apply_gradient(master, gradient, self._theirs[index])
-        # Also those that weights got since: else masters would keep gradients alive that zero_grad() has dropped.
+        # Also where nothing was set on a master: it would keep a gradient alive that zero_grad() has dropped.
         self.bind_gradients(anew=is_changed)
 
     def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
@@ -581,7 +589,7 @@ class HandedOutMasters:
         if mine is theirs or is_cleared_before_backward:
             return
         if before is None and theirs is not None and mine is not None:
-            mine = theirs.add_(mine)  # a loss that reaches both: a penalty on masters, say
+            mine = theirs.add_(mine)  # the loss has reached both, as with a penalty on masters
         elif theirs is not before and theirs is not None:
             raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "given other gradients"))
         master.weight.grad = mine
@@ -589,7 +597,7 @@ class HandedOutMasters:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def remember_all(self) -> None:
-        """Record that all masters and their weights are one at the moment."""
+        """Record that all masters agree with their weights at the moment."""
         self._versions = self._versions_now()
         use = self._table.data_use
         for master in self.masters if use.touched else ():
@@ -610,7 +618,7 @@ class HandedOutMasters:
         return bool(self.masters) and self._versions_now()[1] != self._versions[1]
 
     def remember(self, master: Master) -> None:
-        """Record that one master and its weight are one at the moment."""
+        """Record that one master agrees with its weight at the moment."""
         index = self._index.get(id(master))
         if index is not None:
             for versions, tensor in zip(self._versions, (master.weight, master.parameter), strict=True):
@@ -618,7 +626,7 @@ class HandedOutMasters:
                 self._table.data_use.keep(tensor)
 
     def apply_writes(self) -> None:
-        """Let weights be what was written to their masters, and masters what was written to their weights.
+        """Apply writes to masters to their weights, and writes to weights to their masters.
 
         Raises:
             RuntimeError: a weight and its master were written to, or got other gradients, and differ.
@@ -649,7 +657,7 @@ class HandedOutMasters:
             self._merge(master, weight, parameter, before[0])
             return
         elif not (weight_moved or master_moved):
-            # One of the two may have been written to through its data, which torch does not count.
+            # The weight or the master may have been written to through its data, which torch does not count.
             with _unsafe_preserve_version_counter(master.weight):
                 self._unify(master, before[0] is not None)
             return
@@ -665,7 +673,7 @@ class HandedOutMasters:
             self._table.load(master, master.parameter)
 
     def _merge(self, master: Master, weight: torch.Tensor, parameter: torch.Tensor, before: torch.Tensor) -> None:
-        """Merge writes to both, element by element, without a wait for their device."""
+        """Merge writes to a weight and to its master, element by element, without a device sync."""
         is_written = (weight.view(torch.int16) != before.view(torch.int16)) & ~is_rounding(weight, parameter)
         parameter.copy_(torch.where(is_written, meaning(weight, parameter), parameter))
         round_into(master.weight, master.parameter, master.clamps)
@@ -673,8 +681,8 @@ class HandedOutMasters:
 
 
 def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
-    """Make a post-accumulate-grad hook of all weights: the first one of a backward pass binds gradients at its end."""
-    # A closure: it runs for every weight in every backward pass, and a method takes a third longer.
+    """Make the post-accumulate-grad hook of all weights: once per backward pass it queues the binding of gradients."""
+    # A closure, because it runs for every weight in every backward pass, and a method needs a third more time.
     last = -1
     current = current_graph_task
 
@@ -693,12 +701,12 @@ def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch
 
 
 class Places:
-    """The places of the 16-bit parameters and buffers of some models, found again only after a module has changed.
+    """The places of the 16-bit parameters and buffers of some models; searched again only after a module has changed.
 
     Attributes:
-        found: the dict of a module's parameters or buffers, a name, and the tensor there.
-        tensors: the tensors, each once, by their ids.
-        rnns: modules that keep a list of their weights, too.
+        found: for each place the module's dict of parameters or buffers, the name in it, and the tensor.
+        tensors: id of a tensor -> the tensor.
+        rnns: modules that have a list of their weights besides.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -709,7 +717,7 @@ class Places:
         self.rnns: WeakList[nn.RNNBase] = WeakList()
 
     def find(self) -> None:
-        """Walk over the modules, unless none of them has changed."""
+        """Search the modules, unless none of them has changed."""
         if self._seen and all(seen.are_as_seen() for seen in self._seen):
             return
         modules = list({module: None for model in self._models for module in modules_of(model)})
@@ -727,11 +735,11 @@ class Places:
 
 
 class Float32Block:
-    """Float32 parameters and buffers in the places of a session's 16-bit ones, for a while.
+    """A ``float32_weights`` block: float32 parameters and buffers replace a session's 16-bit ones in all modules.
 
     Attributes:
-        wide: by the id of each 16-bit tensor, the float32 one in its place.
-        narrow: by the id of each float32 tensor, the 16-bit one.
+        wide: id of a 16-bit tensor -> the float32 tensor that replaces it.
+        narrow: id of a float32 tensor -> the 16-bit tensor that it replaces.
     """
 
     def __init__(self, values: Float32Values) -> None:
@@ -770,7 +778,7 @@ class Float32Block:
 
     @torch.no_grad()
     def exit(self) -> None:
-        """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
+        """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again."""
         replaced = self._remove()
         for tensor, present in replaced:
             self.wide[id(tensor)].copy_(present)
@@ -790,8 +798,8 @@ class Float32Block:
         """Put the 16-bit tensors into their places again.
 
         Returns:
-            The tensors in whose places the user has put others inside, which count by their numbers; another shape or
-            dtype stays what it is.
+            The 16-bit tensors that the user has replaced inside the block, and the replacements, whose values count. A
+            replacement of another shape, or one that is not floating, stays in the module.
         """
         replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for each, name, tensor in self._filled:
@@ -815,9 +823,10 @@ _HOOKS_OF: Final = tuple(map(attrgetter, _HOOKS))
 
 
 class _Carried:
-    """Attributes beside numbers that are carried between 16-bit parameters and the float32 ones of a block: in bulk.
+    """The attributes that a block copies from 16-bit parameters to the float32 ones, and back at its end.
 
-    Hooks are one dict for both: those that are registered inside stay, and their handles remove them.
+    These are ``requires_grad``, ``grad``, hooks, and attributes of the user's. Both parameters share their dicts of
+    hooks: a hook that is registered inside stays after the block, and its handle removes it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
@@ -836,7 +845,7 @@ class _Carried:
         theirs = grads_of(self._tensors)
         self._gradients = [None if gradient is None else gradient.float() for gradient in theirs]
         copies = enumerate(zip(self._gradients, theirs, strict=True))
-        # Versions of those that are copies, to find writes to them.
+        # Versions of the gradients that are float32 copies, to find writes to them.
         self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
         if changed_grads(self._wide, self._gradients) is not None:
             set_grads(self._wide, self._gradients)
@@ -850,7 +859,7 @@ class _Carried:
                         setattr(each, name, want)
 
     def bring_back(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Carry back what was done to the float32 parameters, or to those that were put in their places."""
+        """Copy the attributes back from the float32 parameters, or from those that the user has put in their places."""
         sources = self._wide
         if replaced:
             others = {id(tensor): present for tensor, present in replaced}

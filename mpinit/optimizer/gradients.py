@@ -20,7 +20,7 @@ from ..torch_internals.running import is_eager, reads_without_sync
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
-# The ids of gradients that were scaled or unscaled already in the same pass, for another optimizer of theirs.
+# The ids of gradients that were scaled or unscaled already in the same pass: two optimizers may have one parameter.
 Done = set[int]
 P = ParamSpec("P")
 
@@ -29,10 +29,10 @@ _SMALL: Final = 1 << 14
 
 
 class Gradients:
-    """The gradients of some parameters, which are ``weight.grad`` and nowhere else.
+    """The gradients of some parameters, each in ``weight.grad``, and their state.
 
     Attributes:
-        weights: the parameters of an optimizer, or those that no optimizer has. The list stays one object.
+        weights: the parameters of an optimizer, or those that no optimizer has. The list is always the same object.
         state: whether the gradients are scaled, checked and used.
     """
 
@@ -43,7 +43,7 @@ class Gradients:
         self._inverse_scale: torch.Tensor | None = None
 
     def present(self) -> list[torch.Tensor]:
-        """Return the gradients that are there."""
+        """Return the gradients that are not None."""
         return [gradient for gradient in grads_of(self.weights) if gradient is not None]
 
     def apply(
@@ -56,11 +56,11 @@ class Gradients:
 
     @torch.no_grad()
     def scale(self, block: object | None, scaler: LossScaler, done: Done, is_own: bool = True) -> bool:
-        """Multiply the gradients that are there by the scale, so that those of a scaled loss can be added.
+        """Multiply the present gradients by the scale, so that the gradients of a scaled loss can be added to them.
 
         Args:
-            block: the ``scale_loss`` block that unscales them; None: a GradScaler does.
-            is_own: whether the loss is one of this optimizer's, not of another that may reach its parameters.
+            block: the ``scale_loss`` block that unscales them; None: a GradScaler unscales them.
+            is_own: whether the loss is for this optimizer, and does not just reach its parameters.
 
         Returns:
             Whether there is no gradient yet.
@@ -93,15 +93,15 @@ class Gradients:
     def unscale(
         self, scaler: LossScaler, done: Done, is_block: bool = True, keeps_checks: bool = True
     ) -> torch.Tensor | None:
-        """Unscale the gradients after a backward pass, and check them where steps are skipped.
+        """Unscale the gradients after a backward pass, and check them if the session skips steps.
 
         Args:
-            is_block: whether a ``scale_loss`` block ends; else a GradScaler unscales them.
-            keeps_checks: whether an overflow that an earlier check found still counts. It does not where that was of
-                this rank's gradients alone, and these have been reduced over all ranks since.
+            is_block: whether a ``scale_loss`` block ends; otherwise a GradScaler unscales them.
+            keeps_checks: whether an overflow that an earlier check found still counts. It does not if that check was of
+                this rank's own gradients, and these have been reduced over all ranks since.
 
         Returns:
-            Whether this pass overflowed, 0-dimensional; None without gradients or a check.
+            Whether this pass overflowed, as a 0-dimensional tensor; None without gradients or without a check.
         """
         state = self.state
         unscaled = states.block_closed if is_block else states.unscaled_by_grad_scaler
@@ -115,14 +115,15 @@ class Gradients:
             earlier = state.found_inf if keeps_checks else None
             before, hidden = earlier, state.hidden
             if before is not None and hidden is not None and found_inf is not None:
-                # An overflow that was visible at the start of the block is checked again, unless cleared in it.
+                # If gradients were inf or nan at the start of the block, this check has found them again, unless they
+                # were cleared in it. If they had been made finite before the block, the earlier overflow still counts.
                 before = before * hidden
             known = any_of([before, found_inf])
             marks, versions = _marks(known, self.weights) if has_gradients else ((), ())
             self.state = unscaled(state, scaler, known, marks, versions, has_gradients)
         if earlier is None or found_inf is None:
             return found_inf
-        # An overflow from before is in the sums, and not an overflow of this loss.
+        # After an earlier overflow the sums are inf or nan, too: that is no overflow of this loss.
         return found_inf * (earlier == 0)
 
     def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
@@ -137,7 +138,7 @@ class Gradients:
             return None
         found_inf = unscale_and_check_(fresh, inverse)
         if both:
-            # These were unscaled with another optimizer's, whose other gradients are not this one's.
+            # These were unscaled together with another optimizer's gradients, so they are checked again alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(inverse))])
         return found_inf
 
@@ -155,12 +156,13 @@ class Gradients:
 
     @torch.no_grad()
     def update_state(self) -> None:
-        """Compare the last check with the gradients that are there by now, without a device sync.
+        """Drop or repeat the last check if the gradients have been cleared or replaced since, without a device sync.
 
-        Without ``state.checked`` there was no overflow.
+        - If there is no gradient any more, the overflow is dropped.
+        - If a step was skipped for the overflow already, or no checked tensor is a gradient any more, the present
+          gradients are checked instead.
 
-        An overflow is forgotten where there is no gradient any more. Where a step was skipped for it already, or none
-        of the checked tensors is a gradient any more, the gradients that are there are checked instead.
+        It is called only if ``state.checked`` is not empty: otherwise there was no overflow.
         """
         state = self.state
         found_inf = state.found_inf
@@ -173,10 +175,11 @@ class Gradients:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Check the gradients that a step is about to use, whatever a check after their backward pass has found.
+        """Check the gradients that a step is about to use, in addition to the check after their backward pass.
 
-        They may be of a plain ``backward()``, or were written to since: by clipping, a hook or a penalty. On a CPU the
-        numbers are read; on a device, those of gradients whose version has moved, and the host does not wait.
+        They may come from a plain ``backward()``, or clipping, a hook or a penalty may have written to them since. On a
+        CPU all gradients are read. On other devices they are checked only if the version of one has changed, without a
+        device sync.
         """
         before = self.state.found_inf
         is_read = before is not None and reads_without_sync(before.device)
@@ -197,7 +200,7 @@ class Gradients:
             self.state = states.checked(self.state, any_of([before, found_inf]))
 
     def _are_as_checked(self) -> bool:
-        """Return whether the gradients are those of the last check, and none of their versions has moved."""
+        """Return whether the gradients are those of the last check, with unchanged versions."""
         state, present = self.state, self.present()
         if len(state.versions) != len(present):
             return False
@@ -205,16 +208,16 @@ class Gradients:
         return are_same(known, present) and tuple(versions_of(present)) == state.versions
 
     def decide(self, found_inf: torch.Tensor) -> None:
-        """Replace what a check found by the verdict of all ranks."""
+        """Replace the result of the last check by the verdict of all ranks."""
         marks, versions = _marks(found_inf, self.weights)
         self.state = states.agreed(self.state, found_inf)._replace(checked=marks, versions=versions)
 
     def are_decided(self) -> bool:
-        """Return whether there is a verdict of all ranks for the gradients, and none of them is new."""
+        """Return whether ranks have agreed on the present gradients."""
         return self.state.agreed and not (have_grads(self.weights) and _are_new(self.state.checked, self.weights))
 
     def were_dropped(self) -> bool:
-        """Return whether the gradients of a loss are gone, and no step was called for them."""
+        """Return whether the gradients of a loss were cleared without a step."""
         state = self.state
         if state.phase is not Phase.UNSCALED:
             return False
@@ -225,13 +228,13 @@ class Gradients:
         return overflowed and largest(self.present(), self.weights[0].device).item() == 0
 
     def share(self, found_inf: torch.Tensor) -> None:
-        """Let an overflow in the gradients of other optimizers count for these, too."""
+        """Count an overflow in the gradients of other optimizers as one of these gradients."""
         marks, versions = _marks(found_inf, self.weights)
         self.state = states.checked(self.state, found_inf)._replace(checked=marks, versions=versions)
 
     @torch.no_grad()
     def overflowed(self) -> bool:
-        """Return whether the gradients that are there overflowed; reading that is a device sync."""
+        """Return whether the present gradients overflowed; reading that is a device sync."""
         state = self.state
         if state.found_inf is None or state.found_inf.item() == 0:
             return False
@@ -245,7 +248,7 @@ class Gradients:
         return True
 
     def stepped(self, in_kernel: bool = False) -> None:
-        """Mark the gradients as used by a step; ``in_kernel``: by one whose kernel was to skip on an overflow."""
+        """Mark the gradients as used by a step; ``in_kernel``: its kernel skips by itself after an overflow."""
         self.state = states.stepped(self.state, _used(self.state, self.weights, in_kernel), in_kernel)
         self._mark_used()
 
@@ -259,7 +262,7 @@ class Gradients:
             self._masters.gradients_used()
 
     def came_through_scaling(self) -> bool:
-        """Return whether the gradients are those of a scaled loss, and no others since the last step."""
+        """Return whether the gradients are those of a scaled loss, whether a step has used them or not."""
         phase = self.state.phase
         if phase is Phase.USED or phase is Phase.SKIPPED:
             return self.state.scaler is not None and not _are_new(self.state.checked, self.weights)
@@ -268,10 +271,14 @@ class Gradients:
     # -- refusals -------------------------------------------------------------------------------------------------
 
     def check_unscaled(self, what: str, instead: str) -> None:
-        """Refuse to use gradients that are scaled.
+        """Refuse to use gradients that are still scaled.
+
+        Args:
+            what: the call that would use them, for the message.
+            instead: the advice of the message.
 
         Raises:
-            RuntimeError: they are, and ``instead`` is what to do.
+            RuntimeError: they are scaled.
         """
         if self.state.phase is not Phase.SCALED:
             return
@@ -279,7 +286,7 @@ class Gradients:
         states.read(self.state, what, instead, have_grads(self.weights))
 
     def end_abandoned(self) -> None:
-        """Unscale the gradients of a ``scale_loss`` block that was dropped without an exit."""
+        """Unscale the gradients if their ``scale_loss`` block was dropped without an exit."""
         if self.state.is_abandoned:
             self.end()
 
@@ -293,7 +300,7 @@ class Gradients:
         self.state = states.adopted(unowned.state, found_inf, bool(present))
 
     def end(self) -> None:
-        """Unscale gradients that are still scaled, because the session ends."""
+        """Unscale gradients that are still scaled."""
         if self.state.phase is Phase.SCALED and self.state.scaler is not None:
             self.unscale(self.state.scaler, set())
 
@@ -327,7 +334,7 @@ def _multiply(weights: Sequence[nn.Parameter], gradients: list[torch.Tensor], fa
 
 
 def _in_kept_dtype(weights: Sequence[nn.Parameter], masters: Masters) -> list[torch.Tensor]:
-    """Convert gradients to the dtype that weights keep them in, and return them."""
+    """Convert gradients to the dtype in which weights keep them until the step, and return them."""
     arrived = grads_of(weights)
     if are_plain(arrived, weights[0].device if weights else torch.device("cpu")):
         return [gradient for gradient in arrived if gradient is not None]
@@ -341,10 +348,10 @@ def _in_kept_dtype(weights: Sequence[nn.Parameter], masters: Masters) -> list[to
 def _remaining_overflow(
     state: GradientState, gradients: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what an earlier check found that still applies, and whether gradients have hidden it since.
+    """Return whether an earlier overflow still applies, and whether the gradients are finite again.
 
-    An overflow is gone where gradients were cleared to 0. It stays where they were clipped to finite numbers,
-    unless a step was skipped for it.
+    An overflow no longer applies if all gradients were set to 0. It still applies if they were clipped to finite
+    numbers, unless a step was skipped for it.
     """
     found_inf = state.found_inf
     if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
@@ -356,9 +363,9 @@ def _remaining_overflow(
 
 
 def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> tuple[Marks, tuple[int, ...]]:
-    """Return marks of the gradients that may have overflowed, and their versions.
+    """Return weak references to the gradients that a check was of, and their versions.
 
-    There are none where no gradient has overflowed, known without a device sync.
+    Both are empty if it is known without a device sync that no gradient overflowed.
     """
     if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
         return (), ()
@@ -367,7 +374,7 @@ def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> t
 
 
 def _are_new(marks: Marks, weights: Sequence[nn.Parameter]) -> bool:
-    """Return whether none of the tensors that were checked, or used by a step, is a gradient any more."""
+    """Return whether none of the tensors that were checked, or that a step used, is a gradient any more."""
     if not marks:
         return False
     first = marks[0]()
@@ -378,7 +385,7 @@ def _are_new(marks: Marks, weights: Sequence[nn.Parameter]) -> bool:
 
 
 def _used(state: GradientState, weights: Sequence[nn.Parameter], keeps_check: bool) -> Marks:
-    """Return marks of the gradients that a step was called for, which are those of the last check if it is kept."""
+    """Return weak references to gradients that a step was called for: those of the last check, or else the first."""
     for weight in weights:
         if weight.grad is not None:
             return state.checked if keeps_check and state.checked else (weakref.ref(weight.grad),)
@@ -387,7 +394,7 @@ def _used(state: GradientState, weights: Sequence[nn.Parameter], keeps_check: bo
 
 def _check_plain(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     dense = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in gradients]
-    # torch's check multiplies: by 1.
+    # torch's check also multiplies: here by 1.
     found_inf = unscale_and_check_(dense, torch.ones((), dtype=torch.float32, device=device))
     assert found_inf is not None
     return found_inf
@@ -403,10 +410,10 @@ def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def dense_view(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the real, dense tensor of a gradient's numbers, in the same memory.
+    """Return a real, dense tensor with a gradient's numbers, in the same memory.
 
-    It is the values of a sparse gradient, which must be coalesced, the real view of a complex one, and the local part
-    of a DTensor.
+    For a sparse gradient, which must be coalesced, it is the tensor of values; for a complex one the real view; for a
+    DTensor the local part.
     """
     gradient = local(gradient)
     if gradient.is_sparse:
@@ -418,8 +425,8 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
     """Multiply every gradient in place by ``inverse_scale``, and find inf and nan, in one pass over memory.
 
     Returns:
-        A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
-        otherwise; where gradients are sharded, for the parts of this process. None without gradients.
+        A 0-dimensional float32 tensor on ``inverse_scale``'s device: 1 if a number was inf or nan, otherwise 0. Of
+        sharded gradients only the parts of this process are checked. None without gradients.
     """
     if not gradients:
         return None
@@ -452,10 +459,10 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
 
 
 def are_finite(gradients: list[torch.Tensor]) -> bool:
-    """Return whether all numbers are finite; False may be wrong. Reading it is a device sync.
+    """Return True only if all numbers are finite; False means "perhaps not". This is a device sync.
 
-    Without native code only the sums of gradients are checked: finite ones are sums of finite numbers, and an infinite
-    sum may be one of finite numbers, too.
+    Without native code only the sums of gradients are checked. If a sum is finite, so are its numbers. An infinite sum
+    may come from finite numbers, too.
     """
     if (code := native()) is not None and is_eager():
         found = code.are_finite(gradients)
@@ -471,7 +478,7 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
 
 
 def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude, 0-dimensional float32; nan where there is a nan. Of shards, in this process."""
+    """Return the largest magnitude, 0-dimensional float32; nan if there is a nan. Of shards only the local part."""
     dense = [dense_view(gradient) for gradient in gradients]
     return _combine([(each.abs().max() if each.numel() else each.sum()).float() for each in dense], device)
 

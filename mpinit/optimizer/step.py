@@ -1,4 +1,4 @@
-"""A step: the checks of gradients before it, and the optimizer's own step on float32 masters."""
+"""The parts of a step: checks of gradients, the agreement of ranks, and the optimizer's own step on masters."""
 
 import copy
 import inspect
@@ -34,7 +34,7 @@ _LATE: Final = (
     "writes. The step will use them. Write before the forward pass; where that is compiled, write inside "
     "`with mpinit.float32_weights(model)`"
 )
-# Gradients of which a write is looked for: clipping writes to all of them.
+# How many gradients are watched for writes: a few are enough, because clipping writes to all.
 _WATCHED: Final = 16
 _WRITTEN: Final = (
     "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
@@ -60,9 +60,9 @@ class GradientChecks:
     """The checks of one optimizer's gradients, around backward passes and before a step uses them.
 
     Attributes:
-        skips: whether steps are skipped whose gradients contain inf or nan.
-        awaits_step: whether a loss of the optimizer's was scaled, and no step was called since.
-        has_own_checks: whether a check since then was of gradients that were not reduced over ranks.
+        skips: whether a step is skipped if its gradients contain inf or nan.
+        awaits_step: whether a loss of the optimizer was scaled, and no step was called since.
+        has_own_checks: whether a check since then was of gradients that were not yet reduced over ranks.
         ranks: the agreement with other processes.
         writes: the watch for writes to scaled gradients.
     """
@@ -97,7 +97,7 @@ class GradientChecks:
         follow_dynamo()
 
     def after_backward(self) -> None:
-        """Include parameters that came into the groups during a backward pass, whose gradients are still scaled."""
+        """Include parameters that were added to the groups during a backward pass: their gradients are still scaled."""
         if not self._members.are_as_seen():
             self._members.sync_groups()
             self._members.values.apply_writes()
@@ -106,7 +106,7 @@ class GradientChecks:
         """Unscale and check the gradients of a GradScaler's losses.
 
         Returns:
-            Whether there are any.
+            Whether there are gradients.
         """
         check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
         were_written = self.writes.were_done()
@@ -121,7 +121,7 @@ class GradientChecks:
         return present
 
     def expect_scaled(self, scaler: LossScaler) -> None:
-        """Scale gradients with a GradScaler's loss: those of its backward pass stay scaled until :meth:`unscale`."""
+        """Scale the present gradients like a GradScaler's loss; all gradients stay scaled until :meth:`unscale`."""
         gradients = self._gradients
         gradients.end_abandoned()
         if gradients.state.is_scaled and gradients.state.scaler is scaler and not gradients.state.is_open:
@@ -138,7 +138,7 @@ class GradientChecks:
         """Refuse or warn of gradients that a step should not use, and decide with all ranks whether they overflowed.
 
         Args:
-            what: the step, or a half of one, for messages.
+            what: the name of the step, or of a half of one, for messages.
         """
         self._members.sync_groups()
         self.check_gradients(what)
@@ -148,7 +148,7 @@ class GradientChecks:
         values.ran_eagerly = False
         values.apply_writes()
         self.agree()
-        # LR schedulers warn where no step came before them: a skipped one did.
+        # An LR scheduler warns if no step came before it. A skipped step counts as one.
         self._members.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def prepare_state_only(self) -> None:
@@ -157,7 +157,7 @@ class GradientChecks:
         self._members.values.apply_writes()
 
     def update_scale_later(self, scaler: LossScaler) -> None:
-        """Update a loss scale at the next step, or where the next loss is scaled if there is no step."""
+        """Update a loss scale at the next step; without a step, when the next loss is scaled."""
         self._due[scaler] = None
 
     def agree(self) -> None:
@@ -177,7 +177,7 @@ class GradientChecks:
             self._check_decided()
 
     def _check_decided(self) -> None:
-        """Check what was written to gradients since ranks agreed on them, where a kernel does not skip by itself."""
+        """Check for inf and nan that were written to gradients after ranks agreed, unless a kernel skips by itself."""
         before = self._gradients.state.found_inf
         if self.skips_in_kernel():
             return
@@ -197,7 +197,7 @@ class GradientChecks:
             agree_on([self])
 
     def agree_without_step(self) -> bool:
-        """Decide with all ranks on gradients that were dropped before a step, as other ranks do in theirs.
+        """Decide with all ranks on gradients whose step this rank has left out; the other ranks decide in their step.
 
         Returns:
             Whether they overflowed; reading that is a device sync.
@@ -210,12 +210,12 @@ class GradientChecks:
         elif not (is_distributed() and self.ranks.overflow.has_groups):
             for scaler in self._pop_due():
                 if self.has_own_checks:
-                    # This rank's gradients alone overflowed: no reason to move a scale that others have, too.
+                    # Only this rank's own gradients overflowed: the scale, which is that of all ranks, stays.
                     scaler.found_inf = None
                 scaler.update()
         found_inf = self._gradients.state.found_inf
         if found_inf is None or self.has_own_checks or is_capturing():
-            return False  # the counts of ranks stay the same where one alone has overflowed, and no step was due yet
+            return False  # otherwise a rank that overflowed alone would count a skipped step that the others do not
         return bool(found_inf.item() > 0)
 
     def _pop_due(self) -> list[LossScaler]:
@@ -223,7 +223,7 @@ class GradientChecks:
         return due
 
     def _check_again(self) -> None:
-        """Check the gradients that a step is about to use: new ones, and what was written since their check."""
+        """Check the gradients that a step is about to use: new ones, and those that were written to since a check."""
         if self._gradients.state.checked:
             self._gradients.update_state()
         self._check_stepped()
@@ -243,9 +243,9 @@ class GradientChecks:
                 self._gradients.apply(unread)
 
     def hooks_spoiled(self) -> bool:
-        """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False where a kernel skips.
+        """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False if a kernel skips.
 
-        Ranks have agreed on the step before the hooks ran, and all of them step.
+        In a process group it is False, too: ranks have agreed on the step before the hooks ran.
         """
         before = self._gradients.state.found_inf
         if not self.skips or is_distributed():
@@ -267,7 +267,7 @@ class GradientChecks:
     # -- refusals and warnings ------------------------------------------------------------------------------------
 
     def check_gradients(self, what: str) -> None:
-        """Refuse gradients that are scaled; warn of those that were never scaled, or of none."""
+        """Refuse gradients that are still scaled; warn if gradients were never scaled, or if there are none."""
         gradients = self._gradients
         gradients.check_unscaled(what, STEP_LATER if what == STEP else "move it after the with-block")
         if gradients.came_through_scaling():
@@ -299,11 +299,12 @@ class GradientChecks:
 
 
 def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), checks_again: bool = True) -> None:
-    """Decide with all ranks whether gradients of some optimizers overflowed, by one verdict for all of these.
+    """Decide with all ranks whether the gradients of some optimizers overflowed, and update the scales that are due.
 
     Args:
-        due: the scales to update beside those that are due at the optimizers' steps.
-        checks_again: whether gradients are checked that no backward pass has checked.
+        several: the checks of these optimizers; one collective is for all of them.
+        due: scales to update besides those that are due at the optimizers' steps.
+        checks_again: whether to check gradients that are new or were written to since their check.
     """
     for each in several if checks_again else ():
         each._check_again()
@@ -317,12 +318,12 @@ def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), 
 
 
 class EndOfBlock(NamedTuple):
-    """The end of a ``scale_loss`` block, as ranks see it.
+    """The end of a ``scale_loss`` block in a process group.
 
     Attributes:
-        is_reduced: whether all ranks have the same gradients, or agree here on what they found.
-        agrees: whether they exchange a verdict here.
-        keeps_checks: whether what earlier checks found still counts.
+        is_reduced: whether gradients are reduced over ranks, so that overflow can be decided here.
+        agrees: whether ranks exchange a verdict here.
+        keeps_checks: whether the results of earlier checks still count.
     """
 
     is_reduced: bool
@@ -337,8 +338,8 @@ def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool
     """Prepare for the end of a block in a process group.
 
     Args:
-        own: those of the optimizers whose gradients the block has computed.
-        scaler: of the loss.
+        own: the checks of the optimizers whose gradients the block has computed.
+        scaler: the scaler of the loss.
         delays: whether more blocks of the same step follow.
     """
     ranks = own[0].ranks
@@ -357,9 +358,9 @@ def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool
 
 
 def agree_beside(own: Sequence[GradientChecks]) -> None:
-    """Decide on gradients of other optimizers that wait for a step, where ranks agree in their steps.
+    """Decide on gradients of other optimizers whose step was not called yet, if ranks agree in their steps.
 
-    This rank may have left the step out that others wait in.
+    This rank may have left out a step in which the other ranks wait.
     """
     if own and own[0].ranks.overflow.agrees_in_steps:
         others = [each for each in own[0]._all if each.awaits_step and each not in own]
@@ -369,9 +370,9 @@ def agree_beside(own: Sequence[GradientChecks]) -> None:
 
 
 class ScaledWrites:
-    """A watch for writes to scaled gradients, as by clipping at the wrong place.
+    """A watch for writes to scaled gradients, as by clipping inside the ``scale_loss`` block.
 
-    It keeps the versions of some of them as the backward pass of a scaled loss left them.
+    It records the versions of a few gradients at the end of the backward pass of a scaled loss.
     """
 
     def __init__(self, members: Members) -> None:
@@ -403,7 +404,7 @@ class ScaledWrites:
         return False
 
     def report(self, scale: torch.Tensor, instead: str) -> None:
-        """Warn once of such a write, and of where to move it to."""
+        """Warn once of such a write, with the place to move it to."""
         if not self._has_warned and not is_capturing():
             self._has_warned = True
             if scale.item() != 1.0:
@@ -411,9 +412,10 @@ class ScaledWrites:
 
 
 class WeakMethod:
-    """A method that is set on the optimizer that it is bound to, and does not keep it alive, as a bound method would.
+    """A method that is set as an attribute of the object it is bound to, and refers to that object weakly.
 
-    Copies and files of optimizers have no such methods: torch leaves them out of an optimizer's state.
+    A bound method would be a reference cycle. Copies and pickles of optimizers do not have such methods, because torch
+    leaves attributes out of an optimizer's state.
     """
 
     __slots__ = ("__func__", "__weakref__", "_owner")
@@ -445,7 +447,7 @@ class WeakMethod:
         return self.__func__(self.__self__ if owner is None else owner, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Not self.__func__: one that copy or pickle has not filled yet would come back here.
+        # Not self.__func__: before copy or pickle has set it, that would call __getattr__ again.
         return getattr(object.__getattribute__(self, "__func__"), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeakMethod":
@@ -457,7 +459,7 @@ class WeakMethod:
 
 
 def weakly_bound(method: Any, owner: object) -> Any:
-    """Return a bound method of ``owner`` as one that does not keep it alive; any other callable unchanged."""
+    """Return a bound method of ``owner`` as a :class:`WeakMethod`; any other callable unchanged."""
     if type(method) is types.MethodType and method.__self__ is owner:
         return WeakMethod(method.__func__, owner)
     return method
@@ -468,7 +470,7 @@ class OwnStep:
 
     Attributes:
         inner: that method.
-        scope: the float32 masters that it runs on.
+        scope: the swap that puts float32 masters into the groups while it runs.
     """
 
     def __init__(self, optimizer: Optimizer, members: Members, scope: MasterSwap) -> None:
@@ -477,7 +479,7 @@ class OwnStep:
         self._members = members
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Step without a closure, as a whole, a bucket of parameters at a time, or in native code."""
+        """Step without a closure: in one call, in one call per bucket of parameters, or in native code."""
         if is_on():
             with CastsOff():
                 return self.run(*args, **kwargs)
@@ -494,7 +496,7 @@ class OwnStep:
         return result
 
     def run_in_kernel(self, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a fused step whose kernel skips where ``found_inf`` is above 0."""
+        """Run a fused step whose kernel skips if ``found_inf`` is above 0."""
         undos = UndoStack()
         try:
             undos.set_attribute(self._members.optimizer, "found_inf", found_inf)
@@ -504,7 +506,7 @@ class OwnStep:
             undos.unwind()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method itself, which needs :attr:`scope` to be open."""
+        """Call the method itself while :attr:`scope` is open."""
         if not self._members.groups_without_fused:
             return self.inner(*args, **kwargs)
         with unfused(self._members.groups_without_fused):
@@ -512,9 +514,10 @@ class OwnStep:
 
 
 def creates_state_only(optimizer: Optimizer) -> bool:
-    """Return whether the next step only creates the optimizer's state, as torch's checkpoints call it for.
+    """Return whether the next step only creates the optimizer's state, as when torch's checkpoints call ``step``.
 
-    Its learning rates and gradients are 0. It is not counted, and other ranks may not do it.
+    Such a step has no state before, and learning rates and gradients of 0. It is not counted, and ranks do not agree on
+    it, because not every rank needs it.
     """
     if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
         return False
