@@ -22,15 +22,15 @@ from .session import Session
 
 @final
 class TrainState:
-    """All that a training run has to save, as a ``Stateful`` of ``torch.distributed.checkpoint``.
+    """The state of a training run to save, as a ``Stateful`` of ``torch.distributed.checkpoint``.
 
-    The state has weights in float32, with the masters' values, the optimizer's state, both under the names of the
-    model's parameters, and the loss scales. It is the same at every level, and with DDP, FSDP2 and tensor parallelism.
-    So a checkpoint loads at another level, into another number of processes, and into plain torch. Plain torch's
-    checkpoints load too: the keys are torch's, ``{"model": ..., "optim": ...}``.
+    The state has the weights in float32, with the masters' values, the optimizer's state, and the loss scales. Weights
+    and optimizer state have the names of the model's parameters. The state is the same at every level, and with DDP,
+    FSDP2 and tensor parallelism. So a checkpoint loads at another level, into another number of processes, and into
+    plain torch. Plain torch's checkpoints load too: the keys are torch's, ``{"model": ..., "optim": ...}``.
 
-    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. It refuses files with missing
-    entries or other shapes before. :meth:`load_state_dict` checks the whole state before it loads anything.
+    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. Before it reads, it refuses files
+    with missing entries or other shapes. :meth:`load_state_dict` checks the whole state before it loads anything.
 
     Args:
         model: the model, also in a wrapper such as DistributedDataParallel or a compiled module.
@@ -80,13 +80,14 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return the present state.
 
-        Tensors are, as in torch, the model's and optimizer's own wherever these are float32: copy what is to stay.
-        An optimizer that has made no step yet is shown with the zeros it is going to start from, and stays without.
-        Every rank has to call this where tensors are sharded, and those of DistributedDataParallel need not.
+        As in torch, tensors that are float32 in the model or optimizer are not copied: copy those that later steps must
+        not change. For an optimizer without a step, the state has the zeros with which it will start; the optimizer
+        itself does not change. If tensors are sharded, every rank has to call this. With DistributedDataParallel one
+        rank is enough.
 
         Returns:
-            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``;
-            floating point weights in float32; of scalers a row each, (number of losses, 4) in float64.
+            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``.
+            Floating point weights are float32. "scalers" has a row for each loss: (number of losses, 4) in float64.
         """
         options, session = self._asked(), self._session()
         if session is not None:
@@ -101,18 +102,17 @@ class TrainState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set weights, optimizers and loss scales.
 
-        Every rank has to call this where tensors are sharded, or rank 0's state is broadcast.
+        If tensors are sharded, or rank 0's state is broadcast, every rank has to call this.
 
         Args:
-            state_dict: of :meth:`state_dict`, of this or another level; or what torch's
-                ``get_state_dict(model, optimizer)`` returned, as the pair or under ``"model"`` and ``"optim"`` (or
-                ``"optimizer"``); or three ``state_dict()`` under ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's
-                scripts save them. Without scalers the scales stay as they are. With ``broadcast_from_rank0`` rank 0's
-                counts.
+            state_dict: a result of :meth:`state_dict`, at any level. Or the result of torch's ``get_state_dict(model,
+                optimizer)``, as a pair or under the keys ``"model"`` and ``"optim"`` (or ``"optimizer"``). Or three
+                state dicts under ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's scripts save them. Without
+                scalers the present scales stay. With ``broadcast_from_rank0`` only rank 0's argument is used.
 
         Raises:
             TypeError: it is no mapping.
-            ValueError: it does not fit; the message lists what differs, and nothing was changed.
+            ValueError: it does not fit. The message lists the differences, and nothing was changed.
             RuntimeError: gradients are scaled at the moment.
         """
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -139,7 +139,7 @@ class TrainState:
         session = self._session()
         weights = list(self._model.parameters())
         models = [model for each in registry.live() if each.has_one_of(weights) for model in each.models]
-        # With a full state torch copies into the 16-bit shards directly, so they have to be float32 meanwhile.
+        # With a full state torch copies straight into the 16-bit shards, so they are made float32 for that time.
         with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
             # A copy, because torch adds the names of wrappers to the state's keys.
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
@@ -166,7 +166,7 @@ class TrainState:
         return sessions[0] if sessions else None
 
     def _load_written_masters(self, loaded: Any) -> None:
-        """Round masters into their weights where ``dcp.load`` has written to the masters' own memory."""
+        """Round those masters into their weights to whose memory ``dcp.load`` has written."""
         session = self._session()
         weights = loaded.get("model") if isinstance(loaded, Mapping) else None
         if session is None or not isinstance(weights, Mapping):
@@ -193,7 +193,7 @@ class TrainState:
         return state
 
     def _named_state(self, optimizer: Optimizer, options: Any) -> Any:
-        """Return an optimizer's state by names of parameters; it is empty before the first step."""
+        """Return an optimizer's state by names of parameters; before the first step, its initial state."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         try:
@@ -211,7 +211,8 @@ class TrainState:
     def _part_of(self, optimizer: Optimizer, optim: Any, options: Any) -> tuple[Any, Any]:
         """Return the part of a state for one optimizer, and the options to load it with.
 
-        torch selects the part by itself, except of an optimizer without state (SGD), where it would miss entries.
+        torch selects the part itself. For an optimizer without state, as SGD, it would raise for missing entries, so
+        the part is selected here.
         """
         own = self._named_state(optimizer, _local_options(options))
         if options.flatten_optimizer_state_dict:
@@ -230,9 +231,9 @@ class TrainState:
         return sent[0], _local_options(options)
 
     def _load_frozen(self, optimizer: Optimizer, optim: Mapping[str, Any], options: Any) -> None:
-        """Load the optimizer's state of frozen weights, which torch leaves out: trained again, they would start anew.
+        """Load the optimizer's state of frozen weights, which torch does not load: unfrozen, they would start without.
 
-        It stays float32, as the masters do that 16-bit weights get when they are trained again.
+        The state is float32, because a 16-bit weight gets a float32 master when it is unfrozen.
         """
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if all(weight.requires_grad for weight in weights):
@@ -350,10 +351,11 @@ def _copied(value: Any, weight: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def _with_initial_state(optimizer: Optimizer) -> Iterator[bool]:
-    """Create the initial state of an optimizer that has none, by a step without effect; yield whether it did.
+    """Create the initial state of an optimizer that has none, by a step without effect; yield whether it was created.
 
-    torch creates it with gradients of the weights' dtype, which 16-bit weights may refuse. It creates none where there
-    are gradients, as in this block. After a failure the optimizer has no state, as before.
+    torch would create the state with gradients of the weights' dtype, which 16-bit weights with float32 gradients
+    refuse. It creates none if there are gradients, so there are some inside the block. After an exception in the block
+    the optimizer has no state, as before.
     """
     if optimizer.state:
         yield False
@@ -379,7 +381,7 @@ def _with_initial_state(optimizer: Optimizer) -> Iterator[bool]:
 
 
 def _step_without_effect(optimizer: Optimizer) -> None:
-    # Decay would enter moments as a gradient does.
+    # Weight decay is added to the gradients, and would change the optimizer's moments.
     kept = [
         (group, key, group[key]) for group in optimizer.param_groups for key in ("lr", "weight_decay") if key in group
     ]
@@ -452,7 +454,7 @@ def _entry_faults(own: Mapping[str, Any], loaded: Mapping[str, Any], whole: bool
     for name, entries in own["state"].items():
         theirs = loaded["state"].get(name, {})
         for key, mine in entries.items() if isinstance(theirs, Mapping) else ():
-            # One number a parameter is what every step of an optimizer keeps; the rest may come and go.
+            # Tensors have to be there. Single numbers may be missing.
             if theirs and isinstance(mine, torch.Tensor) and mine.dim() > 0 and key not in theirs:
                 yield f"the optimizer's state of {name!r} has no {key!r}, but {', '.join(map(str, theirs))}"
             yield from _tensor_faults(f"{key!r} of {name!r}", mine, theirs.get(key), whole)

@@ -31,12 +31,12 @@ from .float_split import flat, is_dense
 from .law import meaning, round_into
 from .masters import Gradients, Master, MasterBatch, Masters
 
-# Numbers of a weight up to which comparing several at once saves more than it costs to put them side by side.
+# Weights of at most this many numbers are concatenated and compared in one call.
 _SMALL: Final = 1 << 12
-# Words that are summed up together, of four numbers each.
+# How many 64-bit words are added to one sum, and how many 16-bit numbers a word has.
 _ROWS: Final = 127
 _WORD: Final = 4
-# Numbers that are compared at a time: their cast then stays in a cache.
+# How many numbers are compared at a time, so that their cast stays in the CPU's cache.
 _PIECE: Final = 1 << 18
 
 
@@ -45,7 +45,7 @@ class FullMasters(Masters):
     """The masters of ``master_weights=True``; gradients are float32, on the weights.
 
     Attributes:
-        handed_out: ids of the masters that users have; see ``model/float32_values.py``.
+        handed_out: the ids of the masters that users have; see ``model/float32_values.py``.
     """
 
     steps_in_parts = False
@@ -54,13 +54,13 @@ class FullMasters(Masters):
         super().__init__(names)
         self.handed_out: set[int] = set()
         self._open: list[_Batch] = []
-        # The id of a master that has followed its weight outside of a step -> its values before. If the weights are
+        # The id of a master that was set from its weight outside of a step -> its values before. If the weights are
         # restored after an evaluation, the masters get their lower bits back.
         self._earlier: dict[int, torch.Tensor] = {}
         self._all: _Batch | None = None
 
     def _make(self, weight: nn.Parameter) -> Master:
-        # Not detach(): that would share the weight's version.
+        # Not detach(), whose result would share the weight's version counter.
         return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     def _discard(self, master: Master) -> None:
@@ -76,7 +76,7 @@ class FullMasters(Masters):
         return master.weight.dtype != torch.float32
 
     def set_gradient_dtype(self, master: Master) -> None:
-        """Float32; any, where ranks exchange gradients in the weights' dtype."""
+        """Set float32; in a process group any dtype, because DDP's gradients have the weights' dtype."""
         weight, gradient, dtype = master.weight, master.weight.grad, arriving_gradient_dtype()
         if weight.grad_dtype is not dtype:
             if gradient is not None:
@@ -105,7 +105,7 @@ class FullMasters(Masters):
 
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
-        """Return the master's own memory where its weight was not written to; else what the two mean."""
+        """Return the master's own memory if its weight was not written to; otherwise a tensor computed by the law."""
         self._move(master)
         parameter: torch.Tensor = TENSOR_DETACH(master.parameter)
         if self.are_in_model or any(id(master) in each.members for each in self._open) or self._agrees(master):
@@ -118,7 +118,7 @@ class FullMasters(Masters):
             set_data(master.parameter, TENSOR_DATA.__get__(master.parameter).to(master.weight.device))
 
     def _agrees(self, master: Master) -> bool:
-        """Return whether a weight is known to be its master's rounding; without a wait for a device."""
+        """Return whether a weight is known to be its master's rounding, without a device sync."""
         weight = master.weight
         if weight.dtype == torch.float32 or weight.is_meta:
             return True  # not cast yet, or without numbers
@@ -135,7 +135,7 @@ class FullMasters(Masters):
         return True
 
     def _whole(self) -> "_Batch":
-        """Return a batch of all masters, kept while there are no others."""
+        """Return a batch of all masters; it is kept until masters are added or removed."""
         masters = list(self._of.values())
         if self._all is None or not are_same(masters, self._all.masters):
             self._all = _Batch(self, masters)
@@ -160,11 +160,12 @@ class FullMasters(Masters):
 
     @torch.no_grad()
     def follow(self, master: Master, keeps_bits: bool = False) -> None:
-        """Set a master to what its weight and it mean, in place.
+        """Apply writes to a weight to its master, in place, by the law of masters; outside of a step.
 
         Args:
-            master: one outside of a step.
-            keeps_bits: whether the weight may be put back before the next step: what the master held is kept.
+            master: the master.
+            keeps_bits: whether the weight may be restored before the next step, so that the master's present values
+                have to be kept.
         """
         self._move(master)
         if not self._agrees(master):
@@ -173,7 +174,7 @@ class FullMasters(Masters):
             found = meaning(here, values, self._earlier.get(id(master)))
             if keeps_bits:
                 self._earlier.setdefault(id(master), values.clone())
-            # Its version tells whether the user has written to it, where the user has it.
+            # A user may have the master, whose version shows whether the user has written to it.
             with _unsafe_preserve_version_counter(parameter):
                 values.copy_(found)
             master.last_seen = _fingerprint(master.weight)
@@ -205,10 +206,10 @@ class FullMasters(Masters):
 
     @torch.no_grad()
     def clamp(self, master: Master) -> bool:
-        """Clamp a float16 weight that has become infinite of a finite master, from here on.
+        """Clamp a float16 weight that is infinite while its master is finite, now and after each later step.
 
         Returns:
-            Whether it has, and was not known to be too narrow.
+            Whether it is clamped now and was not before.
         """
         weight, parameter = local(master.weight), local(master.parameter)
         if master.clamps or weight.dtype != torch.float16 or not bool((weight.isinf() & parameter.isfinite()).any()):
@@ -222,11 +223,11 @@ class FullMasters(Masters):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the groups of an optimizer hold masters, in a step or the like."""
+        """Return whether the groups of an optimizer contain masters at the moment, as in a step."""
         return bool(self._open)
 
     def opened(self, batch: "_Batch") -> None:
-        """Record that a batch holds what its masters mean, until :meth:`closed`."""
+        """Record that the masters of a batch are in an optimizer's groups, until :meth:`closed`."""
         self._open.append(batch)
 
     def closed(self, batch: "_Batch") -> None:
@@ -247,8 +248,9 @@ class _Batch(MasterBatch):
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
-        # Small weights, which are compared together with their masters, both sides' memory, and the others; as of some
-        # addresses and strides.
+        # Small weights, which are compared with their masters in one call; the memory of these weights and of their
+        # masters; their numbers after the last step, if a user has one of the masters; and all other weights. All are
+        # computed again when an address or a stride has changed.
         self._small: list[Master] = []
         self._numbers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._small_before: torch.Tensor | None = None
@@ -276,7 +278,7 @@ class _Batch(MasterBatch):
         self._owner.opened(self)
 
     def written(self) -> list[Master]:
-        """List the masters whose weights may have been written to since these were rounded into them."""
+        """List the masters whose weights may have been written to since the last rounding."""
         if self._are_sharded or self._was_moved():
             return self.masters
         small, touched = self._small, self._owner.data_use.touched
@@ -294,7 +296,7 @@ class _Batch(MasterBatch):
         return [*small, *written]
 
     def _small_are_rounded(self) -> bool:
-        with CastsOff():  # which cat() obeys
+        with CastsOff():  # autocast would promote the dtypes of cat()
             weights, values = map(torch.cat, self._numbers)
         return torch.equal(values.to(weights.dtype).view(torch.int64), weights.view(torch.int64))
 
@@ -309,7 +311,10 @@ class _Batch(MasterBatch):
             self._owner.round(master)
 
     def _written_among_small(self, weights: torch.Tensor) -> list[Master]:
-        """List small masters but those that a user has and has written to through numpy: they are what counts."""
+        """List small masters, without those that a user has written to through numpy: there the master counts.
+
+        Those are masters that a user has, of weights whose bits have not changed since the last step.
+        """
         assert self._small_before is not None
         sizes = [master.weight.numel() for master in self._small]
         sizes.append(len(weights) - sum(sizes))
@@ -325,7 +330,7 @@ class _Batch(MasterBatch):
         ]
 
     def _was_moved(self) -> bool:
-        """Find weights or masters with other memory than before."""
+        """Return whether a weight or master has other memory than before, and set up the batch for it."""
         addresses, strides = data_ptrs([*self._weights, *self._parameters]), strides_of(self._weights)
         if addresses == self._addresses and strides == self._strides:
             return False
@@ -373,7 +378,7 @@ class _Batch(MasterBatch):
         self._small_before = torch.cat(self._numbers[0]) if is_handed_out else None
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Weights accept float32 gradients and no others, except under DDP."""
+        """Return the gradients as they are, unless weights may have 16-bit gradients, as under DDP."""
         first = self._weights[0] if self._weights else None
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
@@ -381,7 +386,7 @@ class _Batch(MasterBatch):
 
 
 def _is_rounded(weight: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a weight is its master's rounding, a piece at a time; waits for the device."""
+    """Return whether a weight is its master's rounding, a piece at a time; this is a device sync."""
     if values.numel() <= _PIECE or values.stride() != weight.stride() or not is_dense(weight):
         pieces: Iterable[tuple[torch.Tensor, torch.Tensor]] = ((weight, values),)
     else:
@@ -396,9 +401,10 @@ def _version_of(weight: torch.Tensor) -> object:
 
 
 def _fingerprint(weight: torch.Tensor) -> tuple[object, torch.Tensor | None] | None:
-    """Compute by what writes to a weight are detected: its version, and on a CPU sums of its 64-bit words.
+    """Return a fingerprint that writes to a weight change: its version, and on a CPU the sums of columns of its words.
 
-    A write that moves words about changes the sums unless it moves each by a multiple of a prime number.
+    The 64-bit words are laid out in columns, as many as a prime number. Words that change places change the sums,
+    unless every word stays in its column.
 
     Returns:
         None for a small weight on a CPU, which is compared with its master.
@@ -413,7 +419,7 @@ def _fingerprint(weight: torch.Tensor) -> tuple[object, torch.Tensor | None] | N
         bits = bits.clone()
     end = bits.numel() // _WORD * _WORD
     words = bits[:end].view(torch.int64)
-    # None of the weight's sizes is a multiple of the prime, so that no two of its slices share all their columns.
+    # The prime divides none of the weight's sizes, so that no two of its slices have the same columns.
     columns = min(_prime_from(max(words.numel() // _ROWS, *(size + 1 for size in weight.shape))), words.numel())
     whole = words.numel() // columns * columns
     sums = torch.cat((words[:whole].view(-1, columns).sum(0), words[whole:], bits[end:].to(torch.int64)))

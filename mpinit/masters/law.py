@@ -17,7 +17,7 @@ def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None
 
 
 def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return, as a bool tensor, which elements of a 16-bit weight are ``values`` rounded."""
+    """Return a bool tensor: which elements of a 16-bit weight equal the rounded ``values``."""
     rounded = values.to(weight.dtype)
     same = (rounded == weight) | (rounded.isnan() & weight.isnan())
     if weight.dtype == torch.float16:
@@ -44,7 +44,7 @@ def meaning(weight: torch.Tensor, values: torch.Tensor, earlier: torch.Tensor | 
 
 
 def restore_unchanged(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Return ``original``, with the elements of ``present`` that differ from the original's cast.
+    """Return ``original`` with those elements of ``present`` that differ from the cast of the original.
 
     Args:
         original: the values before a cast.

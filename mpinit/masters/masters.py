@@ -15,7 +15,7 @@ from ..distributed.sharding import is_distributed, is_sharded, set_data, shard
 from ..torch_internals.parameter_data import DataUse, record_data_use, stop_recording, stop_recording_all
 
 Gradients = Sequence[torch.Tensor | None]
-# Where a weight's numbers are, and how they are to be read.
+# The address of a weight's numbers, their strides, shape, dtype and device.
 Layout = tuple[int, tuple[int, ...], torch.Size, torch.dtype, torch.device]
 
 IN_FLOAT32: Final = (
@@ -41,11 +41,13 @@ class Master:
         original_dtype: the weight's dtype before it was cast.
         dtype: the 16-bit dtype that the weight was cast to.
         layout: where the weight's memory was when it was last read.
-        clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
-        gradient: the weight's, while it gets another dtype; an interrupted change can be repeated.
+        clamps: whether a number of the master is known to be beyond the largest of the weight's dtype, so that rounding
+            clamps.
+        gradient: the weight's gradient while the weight gets another dtype, so that an interrupted change can be
+            repeated.
         optimizers: how many optimizers have the weight in their groups.
-        last_seen: by what full masters detect writes to the weight: its fingerprint when this was rounded into it;
-            None: it may have been written to.
+        last_seen: of a full master: the weight's fingerprint after the last rounding, to detect writes to the weight.
+            None: the weight may have been written to.
     """
 
     __slots__ = (
@@ -75,14 +77,14 @@ class Master:
 
 
 def layout_of(weight: torch.Tensor) -> Layout:
-    """Read where a weight's numbers in this process are, and how they are to be read."""
+    """Return the layout of a weight; of a sharded one that of its local part."""
     here = getattr(weight, "_local_tensor", weight)
     address = 0 if here.is_meta or here.layout is not torch.strided else here.data_ptr()
     return address, here.stride(), here.shape, here.dtype, here.device
 
 
 def _detach_gradient(master: Master) -> None:
-    """Let the weight accept gradients of any dtype: torch has no way back to "the tensor's own dtype"."""
+    """Let the weight accept gradients of any dtype: torch cannot reset ``grad_dtype`` to "the tensor's own dtype"."""
     if master.weight.grad is not None:
         master.gradient = master.weight.grad
     master.weight.grad = None
@@ -100,23 +102,23 @@ class MasterBatch(ABC):
 
     @abstractmethod
     def stepped(self) -> None:
-        """Record that native code has made masters follow their weights, stepped them and rounded them."""
+        """Record that native code has stepped the masters and rounded them into their weights."""
 
     @abstractmethod
     def follow_writes(self) -> None:
-        """Let masters follow what was written to their weights since they were rounded into them."""
+        """Apply writes to weights since the last rounding to their masters."""
 
     @abstractmethod
     def read(self) -> None:
-        """Let every parameter hold the meaning of its weight, in float32."""
+        """Set every master to the float32 values that its weight means."""
 
     @abstractmethod
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Widen the weights' gradients to float32, for the parameters; between :meth:`read` and :meth:`write`."""
+        """Return the weights' gradients in float32, for the masters; between :meth:`read` and :meth:`write`."""
 
     @abstractmethod
     def write(self) -> None:
-        """Round every parameter into its weight."""
+        """Round every master into its weight."""
 
 
 class Masters(ABC):
@@ -124,12 +126,12 @@ class Masters(ABC):
 
     Attributes:
         names: the names of the models' parameters, for messages.
-        are_in_model: whether the masters are in the models' modules at the moment: what they hold is true, and not
-            what the weights hold.
-        keeps_bits: whether masters that are read now stay what they are, as in a step without effect: low bits of
-            weights that may be put back are kept.
-        data_use: of the weights, and of masters that users have.
-        steps_in_parts: whether a step is to hold as few float32 masters at a time as possible.
+        are_in_model: whether the masters are in the models' modules at the moment, inside a ``float32_weights`` block.
+            Then the masters have the present values, and the weights are out of date.
+        keeps_bits: whether the code that uses the masters now changes no weight, as ``load_state_dict`` of an
+            optimizer. Then the masters' lower bits are kept, also of weights that were written to and may be restored.
+        data_use: the uses of ``data`` of the weights, and of masters that users have.
+        steps_in_parts: whether a step makes float32 masters of a bucket of weights at a time.
     """
 
     steps_in_parts: ClassVar[bool]
@@ -160,7 +162,7 @@ class Masters(ABC):
         return master
 
     def discard(self, master: Master) -> None:
-        """Forget a master; its weight is a plain 16-bit parameter from here on. Harmless where it is forgotten."""
+        """Drop a master; its weight is a plain 16-bit parameter from now on. May be called again."""
         if id(master.weight) in self._of:
             _detach_gradient(master)
             _attach_gradient(master)
@@ -172,10 +174,10 @@ class Masters(ABC):
             del self._of[id(master.weight)]
 
     def restore(self, master: Master, dtype: torch.dtype) -> None:
-        """Set a weight to its master's numbers in ``dtype``, with its gradient; harmless where that was done."""
+        """Set a weight to its master's values in ``dtype``, and its gradient too. May be called again."""
         weight = master.weight
         if weight.shape != master.parameter.shape:
-            return  # FSDP1 has its memory, and was refused
+            return  # FSDP1 has replaced its memory, and was refused
         if weight.dtype != dtype and self.is_cast(master):
             values = self.values(master).to(dtype)
             _detach_gradient(master)
@@ -183,12 +185,12 @@ class Masters(ABC):
         _attach_gradient(master)
 
     def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
-        """Cast a weight that was just added; no bit of it is lost to its master. Its gradient is cast, too.
+        """Cast a weight whose master was just added, and its gradient. The master keeps every bit of the weight.
 
         Args:
-            master: the weight's.
+            master: the master of the weight.
             dtype: the 16-bit dtype.
-            clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
+            clamps: whether finite numbers of the weight are beyond the largest of ``dtype``; they become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
         master.clamps = clamps
@@ -206,17 +208,17 @@ class Masters(ABC):
             raise
 
     def follow_replaced_memory(self, masters: Iterable[Master] | None = None) -> None:
-        """Follow weights whose memory was replaced: by another dtype, shape, device or layout, as ``data`` allows.
+        """Adopt new memory of weights, which an assignment to ``data`` may have given another dtype, shape or device.
 
-        Numbers of another dtype count exactly, and the weight gets its 16-bit dtype back. Elements of another shape
-        that the old one has too keep their low bits.
+        Numbers of another dtype count exactly, and the weight gets its 16-bit dtype back. After a change of shape,
+        elements that are in both shapes keep their lower bits.
 
         Args:
-            masters: those to look at. Default the ones whose weights' ``data`` was replaced since the last call.
+            masters: the masters to examine. Default: those whose weights' ``data`` was replaced since the last call.
 
         Raises:
-            RuntimeError: two weights with masters share memory; or a dtype was changed under DistributedDataParallel.
-                Nothing was changed.
+            RuntimeError: two weights with masters share memory, or a dtype was changed in a process group. Nothing was
+                changed.
         """
         if masters is None:
             replaced = self.data_use.replaced
@@ -247,7 +249,7 @@ class Masters(ABC):
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
-        """Make a master; a float32 weight's own memory becomes it, as a cast gives the weight new memory."""
+        """Make a master. A float32 weight's master gets its memory, because the cast gives the weight new memory."""
 
     @abstractmethod
     def _discard(self, master: Master) -> None:
@@ -255,7 +257,7 @@ class Masters(ABC):
 
     @abstractmethod
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
-        """Give the weight new memory in ``dtype``."""
+        """Replace the weight's memory by new memory in ``dtype``."""
 
     @abstractmethod
     def _follow_memory(self, master: Master) -> None:
@@ -263,15 +265,15 @@ class Masters(ABC):
 
     @abstractmethod
     def is_cast(self, master: Master) -> bool:
-        """Return whether the weight's own numbers are its master's roundings by now."""
+        """Return whether the weight has been cast, so that its numbers are its master's rounded."""
 
     @abstractmethod
     def set_gradient_dtype(self, master: Master) -> None:
-        """Let autograd accumulate gradients on the weight in the dtype in which they are kept."""
+        """Set the ``grad_dtype`` of the weight, in which autograd accumulates its gradient."""
 
     @abstractmethod
     def values(self, master: Master) -> torch.Tensor:
-        """Compute what a weight means, float32; not to be written to. Changes nothing."""
+        """Return the float32 values of a weight; the tensor must not be written to. Changes nothing."""
 
     @abstractmethod
     def load(self, master: Master, values: torch.Tensor) -> None:

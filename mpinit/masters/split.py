@@ -31,12 +31,12 @@ from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
-# Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
+# Float32 memory of up to this size is kept between steps: for small weights its layout needs more time than the step.
 _KEPT_BYTES: Final = 16 * 2**20
-# Weights whose gradients show whether another backward pass is about to be added to the last one.
+# How many weights are sampled to find gradients that another backward pass is about to add to.
 _SAMPLES: Final = 4
 _PASSES_TO_WARN_OF: Final = 16
-# Elements of a float32 tensor that are taken apart at a time.
+# How many elements of a float32 tensor are split at a time.
 _PIECE: Final = 1 << 20
 
 
@@ -45,9 +45,9 @@ class SplitMaster(Master):
     """A weight and its remainder.
 
     Attributes:
-        remainder: int16, the lower halves in the order of the weight's memory, of a sharded weight those of this
-            process's shard; None until the weight is cast.
-        strides, address: the weight's, when the remainder was last laid out.
+        remainder: the lower halves as int16, in the order of the weight's memory; of a sharded weight only those of the
+            local shard. None until the weight is cast.
+        strides, address: the weight's strides and address when the remainder was last laid out.
     """
 
     __slots__ = ("address", "remainder", "strides")
@@ -59,10 +59,11 @@ class SplitMaster(Master):
         self.address = 0
 
     def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
-        """Lay the remainder out in the order of the weight's memory, on its device.
+        """Return the remainder in the order of the weight's memory, on its device.
 
-        Other strides over the same memory (a transposed view) leave the remainder as it is; over other memory (a copy
-        in another layout) it is laid out anew. Elements of another shape that the old one has too keep theirs.
+        If the weight has other strides over the same memory (a transposed view), the remainder stays as it is. If it
+        has other memory (a copy in another layout), the remainder is permuted. If it has another shape, elements that
+        are in both shapes keep their remainders.
         """
         remainder, before = self.remainder, self.parameter.shape
         assert remainder is not None, "cast comes first"
@@ -92,7 +93,7 @@ class SplitMasters(Masters):
 
     Attributes:
         gradient_dtype: float32 where gradients are to be float32 from the first backward pass on; None: autograd's.
-        buffers: float32 memory that is kept from step to step, by device.
+        buffers: device -> float32 memory that is kept from step to step.
     """
 
     steps_in_parts = True
@@ -103,10 +104,12 @@ class SplitMasters(Masters):
         self.buffers: dict[torch.device, torch.Tensor] = {}
         # The id of a master -> its weight's version when the two last agreed.
         self.versions: dict[int, int] = {}
-        # Some weights, for a number of masters, and by their ids the gradients that a step used last, and the versions.
+        # The number of masters, and some weights that were sampled from as many.
         self._samples: tuple[int, list[torch.Tensor]] = 0, []
+        # The id of a sampled weight -> the gradient that the last step used, and its version.
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        # Backward passes since the last step that added to gradients, where these stay bfloat16, and the last of them.
+        # How many backward passes since the last step have added to bfloat16 gradients, and the id and the version of a
+        # gradient before the last one.
         self._passes = 0
         self._last_pass = (0, 0)
         self._has_warned = False
@@ -130,7 +133,7 @@ class SplitMasters(Masters):
         weight = torch.empty_like(incoming, dtype=torch.bfloat16)
         remainder = torch.empty(incoming.numel(), dtype=torch.int16, device=incoming.device)
         _split(incoming, weight, remainder)
-        # Until both are there, the weight is what it was.
+        # The weight is changed last, so that an interruption before leaves it as it was.
         master.remainder = remainder
         master.address = weight.data_ptr()
         set_data(master.weight, sharded_as(weight, master.weight))
@@ -144,7 +147,7 @@ class SplitMasters(Masters):
         if present.dtype is torch.bfloat16:
             master.laid_out(present)
             return
-        # Numbers of another dtype count, with every bit that float32 holds.
+        # Numbers of another dtype count, with float32's precision.
         narrow = torch.empty_like(present, dtype=torch.bfloat16)
         remainder = torch.empty(present.numel(), dtype=torch.int16, device=present.device)
         _split(present.float(), narrow, remainder)
@@ -200,9 +203,9 @@ class SplitMasters(Masters):
     def widen_unused_gradients(self) -> None:
         """Widen bfloat16 gradients that no step has used yet, so that another backward pass adds to them in float32.
 
-        A sum in bfloat16 stops growing where what is added is less than half a unit in its last place. Only a few
-        gradients are asked for, because every forward of a model does. In a process group they stay as they are: the
-        buckets of DistributedDataParallel, in which they may lie, have the weights' type.
+        A sum in bfloat16 stops growing when the summand is less than half a unit in its last place. Only a few
+        gradients are examined, because every forward of a model calls this. In a process group gradients stay bfloat16:
+        they may be views of DistributedDataParallel's buckets, which have the weights' dtype.
         """
         for weight in self._sampled():
             gradient = weight.grad
@@ -217,7 +220,7 @@ class SplitMasters(Masters):
     def _count_pass(self, gradient: tuple[int, int]) -> None:
         """Warn once of many backward passes whose gradients add up in bfloat16."""
         if gradient == self._last_pass:
-            return  # both a forward and a scaled loss ask
+            return  # the same pass: its forward and its scaled loss both call this
         self._last_pass = gradient
         self._passes += 1
         if self._passes == _PASSES_TO_WARN_OF - 1 and not self._has_warned:
@@ -230,10 +233,10 @@ class SplitMasters(Masters):
 
     @torch.no_grad()
     def widen_gradients(self) -> None:
-        """Widen all bfloat16 gradients, one after another: the narrow one is freed before the next."""
+        """Widen all bfloat16 gradients one after another, so that each is freed before the next is widened."""
         for master in self:
             gradient = master.weight.grad
-            # One in a buffer of the user's stays there.
+            # A gradient that is a view of a buffer of the user's stays there.
             if gradient is not None and is_lower_precision(gradient.dtype) and not gradient._is_view():
                 master.weight.grad = as_float32(gradient)
 
@@ -253,7 +256,7 @@ class SplitMasters(Masters):
         return self._samples[1]
 
     def _is_unused(self, weight: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is another than a step used last, or was cleared in place and added to since."""
+        """Return whether no step has used a gradient, or it was cleared in place and added to since."""
         known = self._used.get(id(weight))
         return known is None or known[0]() is not gradient or gradient._version >= known[1] + 2
 
@@ -263,7 +266,7 @@ class SplitMasters(Masters):
 
 @final
 class _Bucket(MasterBatch):
-    """Weights whose remainders lie in one tensor, and the float32 memory for them and their gradients."""
+    """Weights whose remainders are parts of one tensor, and float32 memory for their masters and gradients."""
 
     def __init__(self, owner: SplitMasters, masters: Sequence[SplitMaster], device: torch.device) -> None:
         self._owner = owner
@@ -293,7 +296,7 @@ class _Bucket(MasterBatch):
         return list(map(shard, self._weights)) if self._are_sharded else self._weights
 
     def _find_weights(self) -> None:
-        """Look up where the weights and remainders are; they may have moved since the last step."""
+        """Find the memory of the weights and remainders, which may have changed since the last step."""
         shards = self._shards()
         addresses, strides = data_ptrs(shards), strides_of(shards)
         if (addresses, strides) == (self._addresses, self._strides) and self._has_remainders():
@@ -314,7 +317,10 @@ class _Bucket(MasterBatch):
         self._addresses, self._strides, self._laid_out = addresses, strides, None
 
     def _has_remainders(self) -> bool:
-        """Return whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
+        """Return whether the remainders are still parts of this bucket's tensor.
+
+        If two optimizers step one weight, the bucket of the other may have replaced its remainder.
+        """
         return are_same([master.remainder for master in self._masters], self._parts)
 
     def _lay_out(self, buffer: torch.Tensor) -> None:
@@ -333,7 +339,7 @@ class _Bucket(MasterBatch):
 
     @torch.no_grad()
     def follow_writes(self) -> None:
-        """Drop the remainders of numbers that were written as 0 or inf, before an optimizer or native code steps."""
+        """Clear the remainders of numbers that were written as 0 or inf, before an optimizer or native code steps."""
         self._find_weights()
         if self._owner.keeps_bits:
             return
@@ -379,7 +385,7 @@ class _Bucket(MasterBatch):
     def write(self) -> None:
         buffer, self._buffer = self._buffer, None
         if buffer is None:
-            return  # an interrupted call may have written a part: doing it twice would take the halves of halves
+            return  # a call that was interrupted has begun to write: a second one would split numbers again
         try:
             self._gather()
             before = self._remainder.clone() if self._owner.keeps_bits else None
@@ -398,7 +404,7 @@ class _Bucket(MasterBatch):
             self._bits, self._wide, self._values, self._spaces = [], [], [], []
 
     def _restore_written(self, before: torch.Tensor) -> None:
-        """Restore the remainders of written zeros and infinities, which were read without them."""
+        """Restore the remainders of zeros and infinities that did not change while the masters were in use."""
         parts = before.split_with_sizes(self._sizes), self._bits
         for weight, half, remainder, kept, bits in zip(self._flat, self._halves, self._parts, *parts, strict=True):
             is_unchanged = _is_exact(weight) & (half == bits)
@@ -429,7 +435,10 @@ class _Bucket(MasterBatch):
 
 
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Take values apart, a piece at a time; ``weight`` and ``remainder`` dense, in the order of the weight's memory."""
+    """Split float32 values into a weight and a remainder, a piece at a time.
+
+    ``weight`` and ``remainder`` are dense, in the order of the weight's memory.
+    """
     if values.stride() != weight.stride():
         values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
     pieces = (each.unsafe_split(_PIECE) for each in (flat(values), flat(weight).view(torch.int16), remainder))
@@ -440,7 +449,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 
 def _is_exact(weight: torch.Tensor) -> torch.Tensor:
-    """Mark the numbers to which a remainder of another number adds more than half a unit in the last place."""
+    """Return a mask of 0 and inf: to these an old remainder would add more than half a unit in the last place."""
     return (weight == 0) | weight.isinf()
 
 
@@ -453,5 +462,5 @@ def _check_dense(weight: torch.Tensor) -> None:
 
 
 def _placeholder(weight: Any) -> torch.Tensor:
-    """Make the local part of a master between steps: its shape and dtype, all nan, without memory."""
+    """Make the local part of a master between steps: of its shape and dtype, all nan, in the memory of one number."""
     return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)

@@ -32,13 +32,13 @@ class _Buffer:
 class TensorCasts:
     """The casts of all parameters and buffers that have no masters.
 
-    A parameter stays the object it is and gets new data. A buffer is replaced, as ``module.half()`` does, in every
-    module of the models that holds it: the tensor may be the user's own, or another model's. Finite values beyond the
-    narrower type's largest become that, with a warning.
+    A parameter stays the same object and gets new data. A buffer is replaced, as by ``module.half()``, in every module
+    of the models that has it, because the tensor may be the user's own or another model's. Finite values beyond the
+    narrower dtype's largest become that largest, with a warning.
 
-    Where the 16-bit values were not changed, :meth:`undo` gives back the original bits: buffers are the tensors they
-    were, and the values of parameters that lose something are kept on the host. Trained parameters change with every
-    step: theirs are kept until :meth:`finish`.
+    If the 16-bit values were not changed, :meth:`undo` restores the original bits. Buffers are the original tensors
+    again. The values of parameters that lose bits in the cast are kept on the host; those of trained parameters, which
+    change with every step, only until :meth:`finish`.
     """
 
     def __init__(
@@ -59,11 +59,13 @@ class TensorCasts:
 
     @torch.no_grad()
     def apply(self, index: ModelIndex, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
-        """Cast, one tensor at a time, gradients with them, and let the index follow.
+        """Cast the tensors one after another, with their gradients, and update the index.
 
-        After an exception :meth:`undo` takes back the casts that were made.
+        After an exception :meth:`undo` reverses the casts that were made.
 
-        The one warning of clamping names ``others_out_of_range``, weights with masters, as well.
+        Args:
+            index: the index of the models.
+            others_out_of_range: weights with masters that are clamped; they are named in the same warning.
         """
         self._out_of_range = out_of_range(self._targets)
         clamped = self._out_of_range | set(others_out_of_range)
@@ -86,7 +88,7 @@ class TensorCasts:
         self._gradients, self._originals = {}, kept
 
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's values in its original dtype, elements written since included; None if it has no others."""
+        """Return a tensor's values in its original dtype, with later writes; None if it has no other values."""
         if tensor in self._buffers:
             return _unchanged_from(self._buffers[tensor], tensor)
         original = self._originals.get(tensor)
@@ -105,7 +107,7 @@ class TensorCasts:
         return self._original_dtypes.get(tensor, tensor.dtype)
 
     def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Treat parameters as trained from now on, and drop their values of before the cast."""
+        """Treat parameters as trained from now on, and drop their values from before the cast."""
         for parameter in parameters:
             self._trained.add(parameter)
             if parameter not in self._out_of_range:
@@ -135,9 +137,9 @@ class TensorCasts:
             self._keep(tensor, values.to(kept), tensor.detach())
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer or a frozen parameter in float32, from now on without a cast, and record that.
+        """Return a buffer or a frozen parameter in float32, and record that it is not cast any more.
 
-        A buffer to which nothing was written since its cast is the tensor that it was.
+        A buffer that was not written to since its cast is the original tensor.
         """
         values = self.original_values(tensor)
         wide = (tensor if values is None else values).detach().to(torch.float32)
@@ -225,7 +227,7 @@ def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Replace a tensor's data by data of another dtype, and cast its gradient, which torch wants in that dtype."""
+    """Replace a tensor's data by data of another dtype, and cast its gradient, because torch requires equal dtypes."""
     tensor.grad = None
     set_data(tensor, values)
     if gradient is not None:
@@ -282,7 +284,7 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     found = set()
     for (_, _, dtype), members in groups.items():
         limit = torch.finfo(dtype).max
-        # One call and one device sync for many tensors; a norm that is inf or nan does not decide.
+        # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
         norms = torch._foreach_norm([part for _, part in members], float("inf"))
         for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
             if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):

@@ -83,7 +83,7 @@ class Float32Values:
         # the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
-        # Of the last hand_out(): the weights, their masters, the list that was returned, and the number of masters.
+        # For the last hand_out(): the weights, their masters, the list that was returned, the number of masters.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
         self.places = Places(models)
@@ -186,7 +186,7 @@ class Float32Values:
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
-        """Record an entry that a state dict has made inside of a block, and that shares the parameter's memory there."""
+        """Record an entry that a state dict has made inside of a block: there it shares the parameter's memory."""
         tensor = self.block_parameters.tensor_of(wide)
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))

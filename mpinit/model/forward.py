@@ -1,7 +1,7 @@
 """Casts around the forwards and entry points of models, and around modules inside that compute in another dtype.
 
-Patches are objects of module-level classes that have their module, never closures: a copy or an unpickled model then
-runs its own weights.
+Patches are objects of module-level classes that refer to their module. They are not closures, because a copied or
+unpickled model would then run the original's weights.
 """
 
 import copy
@@ -39,12 +39,12 @@ class _Absent:
 class PatchedForward(OfModule):
     """A module's method with casts around it; its :attr:`run` is set as ``module.forward`` (or another name).
 
-    Calls of a part (``is_part``) from any forward that computes in the same type are passed on as they are. A model
-    casts its inputs and outputs for all callers but itself. ``weights`` replaces its float32 parameters by 16-bit casts
-    while it runs; None if it computes with the parameters themselves.
+    A part (``is_part``) casts nothing if a forward with the same dtype calls it. A model casts its inputs and outputs
+    for every caller except itself. ``weights`` replaces float32 parameters by 16-bit casts while the method runs; None
+    if it computes with the parameters themselves.
     """
 
-    # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
+    # Without a __dict__: functools.wraps would copy it, and with it the session, into a wrapper of the user's.
     __slots__ = (
         "boundary",
         "casts_inside",
@@ -77,7 +77,7 @@ class PatchedForward(OfModule):
         self.weights = weights
         # True: inputs are cast for callers inside of the model, too.
         self.casts_inside = False
-        # Calls that need no cast go to the class's own forward.
+        # True: calls that need no cast can go straight to the class's forward.
         self.is_direct = is_part and self.inner is None and name == "forward"
 
     def cast_inside(self) -> None:
@@ -153,7 +153,7 @@ class PatchedForward(OfModule):
     def _with_weights(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
-        # torch.fx records the float32 weights: it would record casts of them as constants.
+        # While torch.fx traces, weights are not cast: it would record the casts as constants.
         if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         with self.weights.cast_traced() if torch.compiler.is_compiling() else self.weights.cast():
@@ -165,15 +165,15 @@ class PatchedForward(OfModule):
         run, casts = self._inner(), self.boundary.casts
         if is_inside:
             return self.boundary.call_inside(self._module(), run, args, kwargs)
-        # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
-        # those of other sessions.
+        # Inside a forward of its model a part runs with that forward's autocast state. A model of a session without O1
+        # runs with autocast off, also if another session has switched it on.
         is_outermost = current_forward.dtype is None or not self.is_part
         if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
         return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
 
     def _inner(self) -> Callable[..., Any]:
-        # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
+        # Not bound by __get__, which torch.compile does not support for methods of torch's modules in 2.11 and 2.12.
         if self.inner is not None:
             return self.inner
         module = self._module()
@@ -193,7 +193,7 @@ class PatchedForward(OfModule):
             setattr(self, name, value)
 
     def __reduce_package__(self, exporter: object) -> NoReturn:
-        """Refuse torch.package, which calls this: a package's own classes are no modules of this package's."""
+        """Refuse torch.package, which calls this: classes in a package are copies, which mpinit does not know."""
         raise RuntimeError(
             f"torch.package cannot save this {type(self.module).__name__}, whose forward mpinit.initialize has "
             "patched: save model.state_dict(), and package a model of the same class that was never initialised, or "
@@ -217,7 +217,7 @@ def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: An
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return a function's signature behind an argument that ``inspect`` drops for a method."""
+    """Return a function's signature with a first argument more, because ``inspect`` drops the first of a method."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -226,8 +226,8 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-# A patched module, the attributes that were put on it, and the attributes of these names before. Weakly, because the
-# patch keeps the session alive that has this list.
+# A patched module, the attributes that were set on it, and the attributes of these names before. The references are
+# weak, because the patch keeps the session alive, and the session has this list.
 _Patched = tuple[weakref.ref[nn.Module], dict[str, weakref.ref[Any]], dict[str, Any]]
 
 
@@ -256,7 +256,7 @@ def _refuse_replicas(name: str) -> nn.Module:
 
 
 class _Replicate(OfModule):
-    """A module's ``_replicate_for_data_parallel``: its replicas have casts around their own forward."""
+    """The ``_replicate_for_data_parallel`` of a module at O1: each replica has casts around its own forward."""
 
     def __call__(self) -> nn.Module:
         module = self.module
@@ -271,10 +271,10 @@ class _Replicate(OfModule):
 
 
 class _ReplicaForward:
-    """The method of a replica that a :class:`PatchedForward` is on a module.
+    """The patched method of a replica, in the place of the module's :class:`PatchedForward`.
 
-    DataParallel calls it in a thread of its own, inside a ``torch.autocast`` block. It has the autocast state that the
-    module's forward would have in the thread that makes the replica.
+    DataParallel calls it in another thread, inside a ``torch.autocast`` block. It runs with the autocast state that the
+    module's forward has in the thread that makes the replica.
     """
 
     def __init__(self, original: PatchedForward, replica: nn.Module) -> None:
@@ -378,9 +378,9 @@ def patch_forwards(
 
 
 class _RefuseShallowCopies(OfModule):
-    """A forward pre-hook of a model: a copy by ``copy.copy`` has it, too, and is refused.
+    """A forward pre-hook of a model that refuses shallow copies: ``copy.copy`` copies the hook, too.
 
-    Such a copy shares the model's parameters, and its patched forward would run the model in its place.
+    A shallow copy shares the model's parameters, and its patched forward would run the model itself.
     """
 
     def __call__(self, module: nn.Module, _: Any) -> None:
@@ -428,7 +428,7 @@ def unpatch_copy(copied: nn.Module) -> None:
 
 
 def _beneath_dead_patches(forward: Any) -> Any:
-    """Return the method inside a forward's patches that belong to no session: those of a copy, or undone ones."""
+    """Remove patches that belong to no session, those of a copy or after an undo, and return the method inside."""
     patched = patched_forward(forward)
     while patched is not None and not patched.boundary.is_live:
         forward = patched.inner

@@ -1,8 +1,8 @@
 """Float32 parameters that are 16-bit inside forwards: ``master_weights="model"``.
 
-While a forward runs, casts replace the parameters in ``module._parameters``, as ``torch.func.functional_call`` replaces
-them: ``module.weight`` is 16-bit inside, and float32 outside. A cast is an ordinary differentiable operation, so
-gradients arrive on the parameters in float32. Every outermost forward makes its casts anew, as autocast does.
+While a forward runs, 16-bit casts replace the parameters in ``module._parameters``, as in
+``torch.func.functional_call``: ``module.weight`` is 16-bit inside the forward, and float32 outside. A cast is an
+ordinary differentiable operation, so the parameters get float32 gradients. Every outermost forward makes new casts.
 """
 
 import itertools
@@ -32,9 +32,9 @@ _LONGEST_WAIT: Final = 10.0
 
 
 class _Layout:
-    """A module and those below it, and their parameters of another dtype; used as long as none of them changes.
+    """A module's submodules, and the parameters to cast in all of them; valid until a module or parameter changes.
 
-    It refers to the modules below alone: the module itself has it, and is an argument where it is needed.
+    It refers to the submodules only, because the module refers to it: a reference back would be a cycle.
     """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
@@ -62,16 +62,16 @@ def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 class _ActiveCasts:
-    """The casts in the modules that one forward has entered, or several threads that evaluate.
+    """The casts of one forward, which forwards of other threads may share.
 
     Attributes:
-        entered: all of these modules.
-        evaluates: whether its forwards build no graph, so that forwards of other threads may use the same casts.
-        users: the forwards that use the casts.
+        entered: all modules of the forward.
+        evaluates: whether the forward records no graph, so that forwards of other threads may use the same casts.
+        users: the number of forwards that use the casts.
         are_in: whether the casts are in the modules.
-        has_failed: whether making them has failed.
-        slots: for each cast a module's ``_parameters``, and the name there.
-        parameters, casts: for each slot the parameter, and its cast.
+        has_failed: whether the casts could not be made.
+        slots: for each cast the ``_parameters`` of a module, and the name in it.
+        parameters, casts: for each slot the parameter and its cast.
     """
 
     def __init__(self, modules: list[nn.Module], layout: _Layout, dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ class _ActiveCasts:
         for module in self.rnns:
             self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
             module._init_flat_weights()
-            self._remember()  # cudnn's layout was written
+            self._remember()  # cudnn has written the casts to one buffer, which is no write of the user's
         self.are_in = True
 
     def are_stale(self) -> bool:
@@ -134,7 +134,7 @@ class _ActiveCasts:
             if present is cast:
                 parameters[name] = parameter
             elif present is not None and present.dtype is self.dtype and present.is_leaf:
-                # A parameter that the forward has made of a cast: parameters of this store are float32.
+                # The forward has made a parameter of a cast: between forwards parameters are float32.
                 TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
         for module, flat in self._flat.items():
             vars(module).update(flat)
@@ -152,13 +152,13 @@ _lock: Final = threading.RLock()
 # The casts of running forwards, in all threads.
 ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
-# Parameters whose casts were written to, for those who watch a forward.
+# One set for each open record_writes(): the parameters whose casts were written to.
 _records: Final[list[set[torch.Tensor]]] = []
 
 
 @contextmanager
 def record_writes() -> Iterator[set[torch.Tensor]]:
-    """Collect inside the block the parameters whose casts forwards write to, numbers that do not change included."""
+    """Collect the parameters whose casts are written to by forwards in the block, even if no number changes."""
     record: set[torch.Tensor] = set()
     _records.append(record)
     try:
@@ -168,7 +168,7 @@ def record_writes() -> Iterator[set[torch.Tensor]]:
 
 
 class ForwardWeights(OfModule):
-    """The casts of a module's parameters, and of those below it without ``kept`` modules."""
+    """The casts of the parameters of a module and its submodules, without the modules in ``kept``."""
 
     __slots__ = ("_kept", "_layout", "dtype")
 
@@ -185,7 +185,7 @@ class ForwardWeights(OfModule):
 
     def are_in(self) -> bool:
         """Return whether a forward of this thread has replaced the module's parameters by casts."""
-        # Compiled code reads the dtypes in cast_traced, and finds nothing to cast.
+        # In compiled code cast_traced() finds by the dtypes which parameters are cast already.
         return not is_compiling() and self._module() in _thread.entered
 
     @contextmanager
@@ -193,7 +193,7 @@ class ForwardWeights(OfModule):
         """Replace the parameters by casts inside the block.
 
         Raises:
-            RuntimeError: a forward of the module, or of what is below it, runs in another thread.
+            RuntimeError: a forward of the module or of a submodule runs in another thread.
         """
         computed: dict[str, torch.Tensor] = {}
         active: _ActiveCasts | None = None
@@ -201,7 +201,7 @@ class ForwardWeights(OfModule):
         try:
             if ACTIVE_CASTS:
                 self._wait_for_ends()
-            with _lock:  # parameters that are found are not another thread's casts, or that is refused
+            with _lock:  # inside, no other thread puts casts into these modules
                 shared = self._share() if ACTIVE_CASTS else shared
                 active = self._new_casts()
                 _thread.entered.update(active.entered)
@@ -223,15 +223,15 @@ class ForwardWeights(OfModule):
                 _end(active)
 
     def _wait_for_ends(self) -> None:
-        """Wait for forwards of other threads that have ended, and have not put the parameters back yet."""
+        """Wait for forwards of other threads that have ended, but have not put the parameters back yet."""
         modules = [module for module in self._modules() if module not in _thread.entered]
         _wait(lambda: any(each.users == 0 for each in map(ACTIVE_CASTS.get, modules) if each is not None))
 
     def _share(self) -> list[_ActiveCasts]:
-        """Use the casts of forwards that other threads run, and count their modules as entered.
+        """Use the casts of forwards that run in other threads, and count their modules as entered.
 
         Raises:
-            RuntimeError: such a forward, or this one, builds a graph; or weights were written since they were cast.
+            RuntimeError: such a forward, or this one, records a graph; or weights were written since they were cast.
         """
         entered = _thread.entered
         present = [ACTIVE_CASTS[m] for m in self._modules() if m in ACTIVE_CASTS and m not in entered]
@@ -249,7 +249,7 @@ class ForwardWeights(OfModule):
         raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
 
     def _new_casts(self) -> _ActiveCasts:
-        """Return the casts to make: of all modules that no forward of this thread has entered."""
+        """Return the casts to make: those of all modules that no forward of this thread has entered."""
         entered, layout, module = _thread.entered, self._layout, self.module
         if layout is None or not layout.is_current(module):
             layout = self._layout = _Layout(self._modules(), self.dtype)
@@ -260,7 +260,7 @@ class ForwardWeights(OfModule):
         return _ActiveCasts(modules, layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
-        """List the module and those below it, without ``kept`` ones; each time, because modules may have been added."""
+        """List module and submodules, without ``kept`` ones; modules may have been added since the last call."""
         found: dict[nn.Module, None] = {}
         pending: list[nn.Module | None] = [self.module]
         while pending:
@@ -272,7 +272,7 @@ class ForwardWeights(OfModule):
 
     @contextmanager
     def cast_traced(self) -> Iterator[None]:
-        """Do the same as :meth:`cast` for torch.compile, whose graph contains the casts."""
+        """Do the same as :meth:`cast` while torch.compile traces: the casts become part of the graph."""
         outside = _to_be_cast(self._modules(), self.dtype)
         for parameters, name, parameter in outside:
             parameters[name] = parameter.to(self.dtype)
@@ -286,7 +286,7 @@ class ForwardWeights(OfModule):
         return any(isinstance(name, str) for name in map(_computed_name, self.module._forward_pre_hooks.values()))
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
-        """Cast the tensors that pre-hooks (weight_norm, pruning) have computed in float32, before this block."""
+        """Cast the tensors that pre-hooks (weight_norm, pruning) computed in float32 before :meth:`cast` began."""
         for name in map(_computed_name, self.module._forward_pre_hooks.values()):
             values = vars(self.module).get(name) if isinstance(name, str) else None
             if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != self.dtype:
@@ -303,7 +303,7 @@ class ForwardWeights(OfModule):
 
 
 def _is_float32_copy(module: nn.Module) -> bool:
-    """Return whether a module is a copy of a part, which computes in float32, and was put back into the model."""
+    """Return whether a module is a deep copy of a part that was put back into the model: it computes in float32."""
     patched = getattr(vars(module).get("forward"), "__self__", None)
     weights = getattr(patched, "weights", None)
     return isinstance(weights, ForwardWeights) and patched.boundary.inner_dtype is not weights.dtype  # type: ignore[union-attr]
@@ -329,7 +329,7 @@ def _end(active: _ActiveCasts) -> None:
 
 
 def renew_casts() -> None:
-    """Cast what stands in forwards of this thread anew: parameters were written, by an optimizer's step inside, say."""
+    """Make the casts of this thread's running forwards again, after an optimizer has stepped inside a forward."""
     active = dict.fromkeys(ACTIVE_CASTS[module] for module in _thread.entered if module in ACTIVE_CASTS)
     for dtype in dict.fromkeys(each.dtype for each in active):
         members = [each for each in active if each.dtype is dtype]
@@ -381,7 +381,7 @@ def _casts_of(active: Sequence[_ActiveCasts]) -> list[list[torch.Tensor]]:
 def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
     if not is_eager():
         return [parameter.to(dtype) for parameter in parameters]
-    # With a graph always: a forward in another thread may train with what stands in the model.
+    # Casts always record a graph: a forward of another thread may train with them.
     with torch.inference_mode(False), torch.enable_grad():
         casts = casts_with_float32_gradients(parameters, dtype)
     if all(map(is_not, casts, itertools.repeat(None))):
@@ -392,7 +392,7 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that a cast replaces at the moment; None for any other tensor."""
     with _lock:
-        # Not strict: of a forward that is about to make its casts there are none yet.
+        # Not strict, because a forward that is about to make its casts has none yet.
         pairs = [zip(each.casts, each.parameters, strict=False) for each in dict.fromkeys(ACTIVE_CASTS.values())]
         return next((parameter for active, parameter in itertools.chain(*pairs) if active is cast), None)
 
@@ -407,7 +407,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
-    """Copy the changed elements of a cast into its parameter; others keep their low bits."""
+    """Copy the changed elements of a cast into its parameter; all others keep their lower bits."""
     cast = TENSOR_DETACH(cast)
     if not parameter.is_leaf:
         return

@@ -41,8 +41,8 @@ class ClosureSteps:
             The optimizer's result; None for a step that was skipped because every evaluation overflowed.
         """
         optimizer = self._members.optimizer
-        # A dynamic scale may be lowered in the middle of a step. Else only an optimizer that has changed weights
-        # before it evaluates the loss needs them back.
+        # The snapshot restores the weights if every evaluation overflows, or the step raises. With a static scale only
+        # an optimizer that changes weights before it evaluates the loss needs it.
         is_kept = self._rule.dynamic or (self._checks.skips and not steps_per_parameter(optimizer))
         before = Snapshot(self._members) if is_kept else None
         evaluate = self._evaluator(gradients, closure)

@@ -41,9 +41,9 @@ class Shared:
     """The parts of a session that all of its optimizers use.
 
     Attributes:
-        members: those of each optimizer, from :meth:`ManagedOptimizer.list_members` on.
-        kept: the modules that stay float32 for state that their forwards write to.
-        checks: those of each optimizer that were made.
+        members: the members of each optimizer whose :meth:`ManagedOptimizer.list_members` was called.
+        kept: the modules that are kept in float32 because their forwards write to state.
+        checks: the checks of each optimizer that has made them.
     """
 
     plan: Plan
@@ -68,16 +68,15 @@ class Decision(enum.Enum):
 
 @dataclass(eq=False)
 class ManagedOptimizer:
-    """One optimizer of a session, which stays the object that it was.
+    """The state and the methods that mpinit adds to one optimizer; the optimizer stays the object that it was.
 
-    Its parts are made when they are needed: without a patched ``step`` hardly any is.
-
-    The optimizer's methods, or its hooks, keep this alive, and this refers to the optimizer weakly.
+    Its parts are made when they are first used. The optimizer's patched methods, or its hooks, keep this object alive;
+    this object refers to the optimizer weakly.
 
     Attributes:
-        reference: to the optimizer.
+        reference: a weak reference to the optimizer.
         shared: the parts of its session.
-        is_patched: whether :func:`patch` has put methods on it; else its steps are counted by hooks.
+        is_patched: whether :func:`patch` has set methods on the optimizer; otherwise hooks count its steps.
     """
 
     reference: weakref.ref[Optimizer]
@@ -98,7 +97,7 @@ class ManagedOptimizer:
         return Members(self.reference, shared.values, shared.plan.masters)
 
     def list_members(self) -> None:
-        """Add its parameters to those of the session, which ranks compare."""
+        """Add its members to those of the session."""
         if self.members not in self.shared.members:
             self.shared.members.append(self.members)
 
@@ -114,7 +113,7 @@ class ManagedOptimizer:
 
     @functools.cached_property
     def checks(self) -> GradientChecks:
-        """The checks of gradients before they are used."""
+        """The checks of its gradients."""
         shared = self.shared
         made = GradientChecks(self.members, self.gradients, shared.plan.scaling, shared.ranks, shared.checks)
         shared.checks.append(made)
@@ -136,7 +135,7 @@ class ManagedOptimizer:
 
     @functools.cached_property
     def own(self) -> OwnStep:
-        """The step that it had when this was first read, before it was patched."""
+        """The optimizer's own step; first read before the optimizer is patched."""
         return OwnStep(self.optimizer, self.members, self.scope)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class ManagedOptimizer:
         self.checks.prepare()
         if closure is None and self.checks.skips_in_kernel():
             return Decision.IN_KERNEL
-        # An optimizer with a closure may use the gradients that are there before it evaluates the loss.
+        # Also with a closure: the optimizer may use the present gradients before it evaluates the loss.
         if self.gradients.overflowed():
             return Decision.SKIP
         return Decision.RUN if closure is None else Decision.CLOSURE
@@ -182,7 +181,7 @@ class ManagedOptimizer:
     def _with_hooks(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not has_step_hooks(self.optimizer):
             return self._run(decision, *args, **kwargs)
-        # Hooks are the user's code: they run once around a step of several parts, with the weights in the groups.
+        # Hooks are the user's code: they run once per step, also if it has several parts, with weights in the groups.
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
         if decision is Decision.RUN and self.checks.hooks_spoiled():
@@ -208,9 +207,9 @@ class ManagedOptimizer:
         return result
 
     def skips_step(self) -> bool:
-        """Skip the next step now where gradients overflowed; else return False, and the caller calls ``step``.
+        """Skip the next step now if gradients overflowed; otherwise return False, and the caller calls ``step``.
 
-        A GradScaler and Accelerate call it, because wrappers of ``step`` must not see a skipped one.
+        A GradScaler and Accelerate call this before ``step``, so that wrappers of ``step`` do not see a skipped step.
         """
         if not self.is_patched:
             return False
@@ -267,7 +266,7 @@ class ManagedOptimizer:
 
 
 def before_backward(managed: ManagedOptimizer) -> None:
-    """Prepare for the backward pass of a scaled loss, and count a step that was left out after an overflow."""
+    """Prepare for the backward pass of a scaled loss; count a step that the loop left out after an overflow."""
     checks, gradients = managed.checks, managed.gradients
     checks.before_backward()
     if checks.awaits_step and gradients.were_dropped():
@@ -283,13 +282,13 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
     """Patch an optimizer's methods, which then run on float32 masters.
 
     Args:
-        states: encode the optimizer's state between steps.
-        owner: kept alive by the optimizer.
+        states: the encoding of the optimizer's state between steps; None: the state is float32.
+        owner: an object that the patched methods keep alive.
     """
     optimizer, inner, known = managed.optimizer, managed.own.inner, managed.reference
     managed.list_members()
     if is_distributed():
-        _ = managed.checks  # listed, because one verdict of stages is for all optimizers
+        _ = managed.checks  # makes and lists them: one verdict of pipeline stages is for all optimizers
 
     def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         if self is not known():
@@ -308,13 +307,14 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
     if states is not None:
         undos.push(functools.partial(_decode_states, managed))
         with managed.scope.open():
-            pass  # state from before is encoded on leaving
+            pass  # the exit encodes the state that the optimizer has already
         for holder in managed.members.holders():
             if hasattr(holder, "_optimizer_state_dict_post_hooks"):
                 undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
     for function in methods:
-        # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is built later
-        # wraps this: removing it would remove the wrapper as well, so both stay and call the optimizer's own.
+        # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is made later
+        # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the
+        # optimizer's own.
         undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
     managed.is_patched = True
 
@@ -336,7 +336,7 @@ def _decode_states(managed: ManagedOptimizer) -> None:
 
 
 def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
-    """Return a method that runs one of the optimizer's own on float32 masters."""
+    """Make a method that runs one of the optimizer's own methods on float32 masters."""
     optimizer, known = managed.optimizer, managed.reference
     inner = weakly_bound(getattr(optimizer, name), optimizer)
     is_half = name in (FIRST, SECOND)
@@ -362,7 +362,7 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
 
 
 def _own_methods(optimizer: Optimizer) -> list[str]:
-    """Return the names of public methods that torch's optimizers lack, as ``eval`` of schedule-free optimizers."""
+    """Return the names of an optimizer's public methods that torch's do not have, such as schedule-free's ``eval``."""
     known = set(dir(Optimizer))
     names = dict.fromkeys([name for cls in type(optimizer).__mro__ for name in vars(cls)])
     return [

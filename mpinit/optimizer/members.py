@@ -21,7 +21,7 @@ from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
 from .state import cast_state, wrapped_by
 
-# Attributes of torch's own, which have code of their own.
+# Attributes of torch, which are handled separately.
 _KNOWN: Final = frozenset({"param_groups", "state", "defaults"})
 _DEEPEST: Final = 4
 _DICTS: Final = (dict, defaultdict, OrderedDict)
@@ -29,17 +29,19 @@ _CONTAINERS: Final = (*_DICTS, list, tuple, set, frozenset)
 
 
 class Members:
-    """The members of an optimizer's groups, and of the groups of those that it wraps, each once.
+    """The parameters in the groups of an optimizer, and of the optimizers that it wraps, each once.
 
-    The groups are read again whenever a step begins: entries may be replaced, removed, added, frozen and unfrozen.
+    The groups are read again when a step begins: entries may have been replaced, removed, added, frozen or unfrozen.
 
     Attributes:
-        values: the session's float32 values; ``table`` is its masters.
-        weights: the members as they are between steps: the model's own parameters. The list stays one object.
-        inner: for each of them the parameter in the groups while the optimizer's own code runs: its master, or itself.
-        masters: the masters among these.
-        generation: goes up whenever the members change.
-        groups_without_fused: groups that must not be stepped by a fused kernel.
+        values: the session's float32 values.
+        table: the session's masters.
+        weights: the parameters in the groups between steps, which are the model's. The list is always the same object.
+        inner: for each weight the parameter in the groups while the optimizer's own code runs: its master, or the
+            weight itself.
+        masters: the masters of these weights.
+        generation: a number that increases whenever the members change.
+        groups_without_fused: the groups that a fused kernel would step wrongly.
     """
 
     def __init__(self, reference: weakref.ref[Optimizer], values: Float32Values, kind: MasterWeightsMode) -> None:
@@ -75,14 +77,14 @@ class Members:
         return [optimizer, *wrapped_by(optimizer)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """List the groups' members as they are now, each once; changes nothing."""
+        """List the present members of the groups, each once; changes nothing."""
         if self.are_as_seen():
             return self.weights
         groups = self._groups_of(self.holders())
         return list({id(p): p for group in groups for p in group["params"]}.values())
 
     def sync_groups(self) -> None:
-        """Follow changed groups, and make masters of newly trainable weights; cheap where nothing changed."""
+        """Read the groups again if they have changed, and make masters of newly trainable weights."""
         if self.table.are_in_model:
             return  # the groups hold the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
@@ -144,7 +146,7 @@ class Members:
             original = self.values.casts.original_values(weight)
             self.table.cast(master, weight.dtype, clamps=False)
             if original is not None:
-                # A forward pass may have saved the weight for its backward pass; its numbers stay what they are.
+                # A forward pass may have saved the weight for its backward pass. The weight's numbers do not change.
                 with _unsafe_preserve_version_counter(weight):
                     self.table.load(master, original)
             self.values.casts.mark_trained([weight])
@@ -202,9 +204,9 @@ class Members:
 
 
 def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:
-    """Replace parameters, and ids of parameters, that an optimizer holds beside its groups.
+    """Replace parameters, and ids of parameters, that an optimizer has outside of its groups.
 
-    These are in attributes, lists, tuples, sets and dicts of its own, and in states whose key is no parameter.
+    These are in its own attributes, lists, tuples, sets and dicts, and in states whose key is no parameter.
     """
     attributes = vars(optimizer)
     for name, value in list(attributes.items()):

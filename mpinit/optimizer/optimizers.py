@@ -28,10 +28,10 @@ from .step import creates_state_only
 
 @dataclass(frozen=True, eq=False)
 class Initialized:
-    """The objects that one ``initialize`` was called with, and its number and level: messages name a session by them.
+    """The models and optimizers of one session, and its number and level, by which messages name it.
 
     Attributes:
-        models, optimizers: those of ``initialize``, and the optimizers of ``add_optimizers``; known weakly.
+        models, optimizers: those of ``initialize``, and the optimizers of ``add_optimizers``, as weak references.
     """
 
     number: int
@@ -65,7 +65,7 @@ class ManagedOptimizers:
         self.awaits = awaits
         # Compared by identity, without optimizers that were freed.
         self._managed: MutableMapping[Optimizer, ManagedOptimizer] = WeakIdKeyDictionary()
-        # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
+        # The gradients of parameters that no optimizer has; valid for these generations of the optimizers' members.
         self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
@@ -76,10 +76,10 @@ class ManagedOptimizers:
         return [managed for managed in self if managed.is_patched]
 
     def find(self, optimizer: Optimizer) -> ManagedOptimizer:
-        """Return the managed one of an optimizer, or of the optimizer in a wrapper.
+        """Return the managed optimizer of an optimizer, or of the optimizer inside a wrapper.
 
         Raises:
-            TypeError: it is none of the session's.
+            TypeError: the optimizer does not belong to the session.
         """
         known = self._managed.get(optimizer)
         if known is None:
@@ -94,7 +94,7 @@ class ManagedOptimizers:
     # -- added and forgotten --------------------------------------------------------------------------------------
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that cannot be stepped as the plan says."""
+        """Refuse optimizers that do not work with the session's masters or encoded states."""
         states = self.shared.states
         for optimizer in optimizers:
             if self.shared.plan.makes_masters:
@@ -115,7 +115,7 @@ class ManagedOptimizers:
             optimizer: the optimizer.
             has_16_bit: whether the models have 16-bit tensors.
             undos: the undos of the call.
-            owner: kept alive by the optimizer.
+            owner: an object that the optimizer's methods or hooks keep alive.
         """
         reference, known = weakref.ref(optimizer), weakref.ref(self)
         undos.push(partial(_remove, known, reference))
@@ -145,7 +145,7 @@ class ManagedOptimizers:
                 undos.push(patches.unwind)
 
     def remove(self, optimizer: Optimizer | None) -> None:
-        """Drop what is known of an optimizer, and of those that were freed."""
+        """Drop the records of an optimizer, and of optimizers that were freed."""
         members, checks = self.shared.members, self.shared.checks
         managed = None if optimizer is None else self._managed.pop(optimizer, None)
         if managed is not None:
@@ -165,13 +165,13 @@ class ManagedOptimizers:
     # -- parameters and gradients ---------------------------------------------------------------------------------
 
     def awaited_weights(self) -> list[nn.Parameter]:
-        """List the models' trainable parameters that no optimizer has, where one is expected to be added."""
+        """List the models' trainable parameters that no optimizer has yet; empty if no optimizer is awaited."""
         stepped = {id(p) for p in parameters_of([*self._managed])}
         weights = dict.fromkeys(self.initialized.parameters()) if self.awaits else ()
         return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
     def drop_unclaimed_masters(self) -> None:
-        """Stop awaiting optimizers: the weights that none has keep their 16-bit numbers only."""
+        """Stop awaiting optimizers: masters of weights that no optimizer has are dropped."""
         self.awaits = False
         masters, casts = self.shared.values.masters, self.shared.values.casts
         stepped = {id(weight) for members in self.shared.members for weight in members.weights}
@@ -183,7 +183,7 @@ class ManagedOptimizers:
         casts.mark_trained([master.weight for master in unclaimed])
 
     def gradients_beside(self, own: Sequence[ManagedOptimizer]) -> list[Gradients]:
-        """List the gradients that a loss may reach beside those of some optimizers."""
+        """List the gradients that a loss may reach, besides those of the optimizers ``own``."""
         for members in self.shared.members:
             members.sync_groups()
         (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members])
@@ -224,7 +224,7 @@ def _remove_freed(known: weakref.ref[ManagedOptimizers]) -> None:
 
 
 def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoStack, owner: object) -> None:
-    """Count the steps of an optimizer by torch's hooks, and change none of its methods; it keeps ``owner`` alive."""
+    """Count the steps of an optimizer by torch's hooks, without patching methods; the hooks keep ``owner`` alive."""
     begun: list[Any] = []
     shared = managed.shared
 
@@ -256,7 +256,7 @@ def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoS
 
 @dataclass(eq=False)
 class StepGuard:
-    """A refusal of steps by optimizers that were never initialised, where they would step 16-bit weights.
+    """The refusal of steps by optimizers that were never initialised, if they would step 16-bit weights.
 
     Attributes:
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
@@ -279,9 +279,9 @@ class StepGuard:
         register_own_hook(check)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that is of no session and steps 16-bit weights of this one."""
+        """Refuse an optimizer that belongs to no session, and steps 16-bit weights of this one."""
         if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
-            return  # a managed optimizer inside of it steps for it
+            return  # it is managed, or it wraps a managed optimizer, which does the step
         for parameter in parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
             if known and parameter.requires_grad and is_lower_precision(parameter.dtype):

@@ -31,8 +31,9 @@ _FLOATS: Final = (torch.float32, torch.float64)
 class ScaledLoss:
     """The context that ``scale_loss`` returns.
 
-    All gradients of the session are scaled while the block is open, and unscaled at its end. A loss may reach
-    parameters of optimizers that were not named, as a generator's loss reaches its discriminator.
+    All gradients of the session are scaled while the block is open, and unscaled at its end. These include gradients of
+    optimizers that were not passed, because a loss may reach their parameters: a GAN's generator loss reaches the
+    discriminator.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class ScaledLoss:
         self._scaler = scaler
         self._optimizers = optimizers
         self._own = [each.gradients for each in optimizers]
-        # An optimizer that nobody else has lives as long as this.
+        # Keeps an optimizer alive that the caller has not kept.
         self._kept_alive = [each.reference() for each in optimizers]
         self._others = others
         self._delay_update = delay_update
-        # Not empty once a backward pass went through the scaled loss; None: not watched.
+        # A list that is not empty after a backward pass went through the scaled loss; None: this is not watched.
         self._was_used: list[bool] | None = None
 
     def __enter__(self) -> torch.Tensor:
@@ -99,7 +100,7 @@ class ScaledLoss:
             self._check_used()
         end = ONE_PROCESS
         try:
-            # The scale is copied before its update, and inside of try: the copy may fail, and gradients are unscaled.
+            # The scale is copied before its update. The copy may fail, and gradients have to be unscaled all the same.
             written = [(each.writes, self._scaler.scale_now()) for each in self._checks() if each.writes.were_done()]
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
@@ -120,7 +121,7 @@ class ScaledLoss:
             _explain(exc, self._loss)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what is meant for the loss, where the ``with`` was forgotten."""
+        """Refuse an attribute of the loss: the ``with`` is missing."""
         raise AttributeError(_without_with(name), name=name, obj=self)
 
     def _unreduced(self) -> UnreducedGradients | None:
@@ -130,7 +131,7 @@ class ScaledLoss:
         return [each.checks for each in self._optimizers]
 
     def _watch(self, scaled: torch.Tensor, are_new: bool) -> None:
-        """Record whether a backward pass goes through ``scaled``, and which gradients it leaves.
+        """Record whether a backward pass goes through ``scaled``, and the versions of gradients after it.
 
         Args:
             are_new: whether all gradients come from this block.
@@ -143,14 +144,14 @@ class ScaledLoss:
             scaled.register_hook(lambda _: was_used.append(True))  # type: ignore[no-untyped-call]
 
     def expect_no_use(self) -> None:
-        """Skip the check that ``backward()`` used this loss: another block's, scaled alike, is used."""
+        """Skip the check that ``backward()`` used this loss: it is called on another block's, with the same scale."""
         self._was_used = None
 
     def _check_used(self) -> None:
         """Refuse gradients of the unscaled loss, which would be divided by a scale that they were not multiplied by.
 
         Raises:
-            RuntimeError: there are some. They are dropped.
+            RuntimeError: there are such gradients. They are dropped.
         """
         unreduced = self._unreduced()
         kept = [] if unreduced is None else unreduced.present()
@@ -173,7 +174,7 @@ class ScaledLoss:
             found.append(each.unscale(self._scaler, done, keeps_checks=keeps_checks))
 
         with ExitStack() as stack:
-            # All of them, also where one raises.
+            # All are unscaled, even if one raises.
             for each in reversed(gradients):
                 stack.callback(unscale, each)
         return [each for each in found if each is not None]
@@ -182,7 +183,7 @@ class ScaledLoss:
         scaler = self._scaler
         for found_inf in found:
             scaler.record_found_inf(found_inf)
-        # Only read where that is no device sync.
+        # Read only if that is no device sync.
         overflowed = any(reads_without_sync(each.device) and each.item() > 0 for each in found)
         worst = [each.after_unscaling(self._loss, scaler, overflowed) for each in self._optimizers]
         for optimizer in self._optimizers:
@@ -193,7 +194,7 @@ class ScaledLoss:
         elif not self._delay_update and end.is_reduced:
             scaler.update()
         elif scaler.found_inf is not None:
-            # The first of them that steps updates it.
+            # The first of these optimizers that steps updates the scale.
             for optimizer in self._optimizers:
                 optimizer.checks.update_scale_later(scaler)
         if overflowed:
@@ -205,7 +206,7 @@ class ScaledLoss:
 
 
 def _without_with(name: str) -> str:
-    """Return what to write in the place of an attribute of the context that ``scale_loss`` returns."""
+    """Return the error text for an attribute of the context that ``scale_loss`` returns."""
     if name.startswith("_"):
         return f"the context of mpinit.scale_loss has no attribute {name!r}"
     return (
@@ -215,7 +216,7 @@ def _without_with(name: str) -> str:
 
 
 def _explain(error: BaseException, loss: Any) -> None:
-    """Add to an error of ``backward()`` what torch does not know: which loss it was called for."""
+    """Add a note to an error of ``backward()``: what is wrong with the loss that was passed to ``scale_loss``."""
     if not isinstance(error, RuntimeError) or not isinstance(loss, torch.Tensor):
         return
     if "only for scalar outputs" in str(error) and loss.dim():
@@ -231,15 +232,15 @@ def _explain(error: BaseException, loss: Any) -> None:
         )
 
 
-# Losses are multiplied by less than this for other reasons: weights of tasks, numbers of micro-batches.
+# Smaller factors have other reasons, such as weights of tasks or numbers of micro-batches.
 _SMALLEST_SECOND_SCALE: Final = 256.0
 
 
 def _warn_of_second_scaler(loss: torch.Tensor, scaler: LossScaler) -> None:
-    """Warn where ``torch.amp.GradScaler`` scales the same loss, before ``scale_loss`` or inside its block.
+    """Warn if ``torch.amp.GradScaler`` scales the same loss, before ``scale_loss`` or inside its block.
 
-    Gradients stay right, but each scale halves at the overflows of the other, and steps are skipped without need. It
-    reads numbers off the device, so it is called until the first step is checked, and no longer.
+    Gradients stay right, but each scale is halved at the overflows of the other, and steps are skipped without need.
+    The check is a device sync, so it runs only until the first step.
     """
 
     def check(factor: float) -> None:
@@ -265,14 +266,14 @@ def _warn_of_second_scaler(loss: torch.Tensor, scaler: LossScaler) -> None:
 
 
 class Unscaled(nullcontext[Any]):
-    """The context that ``scale_loss`` returns where gradients are not scaled: it yields the loss."""
+    """The context that ``scale_loss`` returns if gradients are not scaled: it yields the loss."""
 
     def __exit__(self, *raised: Any) -> None:
         if raised[1] is not None:
             _explain(raised[1], self.enter_result)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what is meant for the loss, where the ``with`` was forgotten."""
+        """Refuse an attribute of the loss: the ``with`` is missing."""
         raise AttributeError(_without_with(name), name=name, obj=self)
 
     def expect_no_use(self) -> None:
@@ -309,7 +310,7 @@ class Losses:
         if some and not any(map(_IS_PATCHED, some)):
             if managed.shared.values.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
-            # The first step warns where the loss has reached no parameter.
+            # The first step warns if the loss has reached no parameter.
             for each in own if managed.shared.ranks.is_first_step else ():
                 each.gradients.apply(loss_reached_none, scaler)
             return Unscaled(loss if loss.dtype in _FLOATS else loss.float())

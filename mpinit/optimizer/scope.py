@@ -1,4 +1,4 @@
-"""Masters in an optimizer's groups while its own code runs, and only then."""
+"""The swap that puts masters into an optimizer's groups while the optimizer's own code runs."""
 
 import weakref
 from collections import defaultdict
@@ -25,14 +25,15 @@ from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 @dataclass(eq=False)
 class Part:
-    """Members of one optimizer that are in float32 together: with masters of one device, or without any.
+    """Some members of an optimizer that are swapped together: all have masters on one device, or all have none.
 
     Attributes:
-        weights, inner: the members, and the parameter in the place of each in an open scope.
+        weights, inner: the members, and the parameter that replaces each while the optimizer's code runs.
         masters: the batch of their masters; None: these members have none.
-        set_to: the gradients that the masters were set to, while they have them.
-        versions: of those that are copies of the weights', to find writes to them; empty where none is.
-        is_read: whether the masters hold numbers that are to be rounded into the weights.
+        set_to: the gradients that were set on the masters; None while the masters have no gradients.
+        versions: the versions of those gradients that are copies of the weights', to find writes to them; empty if none
+            is a copy.
+        is_read: whether the masters have values that must be rounded into the weights.
     """
 
     weights: list[Any]
@@ -56,14 +57,15 @@ class Part:
             theirs = grads_of(self.weights)
             widened = self.masters.widened(theirs)
             set_grads(self.inner, widened)
-            self.set_to = widened  # not before: masters without gradients would mean that they were cleared
+            # Last: after an interruption before, masters without gradients would look as if they had been cleared.
+            self.set_to = widened
             if not are_same(widened, theirs):
                 pairs = zip(widened, theirs, strict=True)
                 self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
     @torch.no_grad()
     def return_gradients(self) -> None:
-        """Clear, replace or write the weights' gradients as the optimizer's code has done with the masters'."""
+        """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them."""
         if self.set_to is None:
             return
         present = grads_of(self.inner)
@@ -89,7 +91,7 @@ class Parts:
     """The division of an optimizer's members into parts.
 
     Attributes:
-        last: the parts as of the last call of :meth:`now`.
+        last: the parts that the last call of :meth:`now` returned.
     """
 
     def __init__(self, members: Members, has_states: bool, bucket_bytes: int) -> None:
@@ -101,7 +103,7 @@ class Parts:
 
     @property
     def are_stepped_one_by_one(self) -> bool:
-        """Return whether a step is done a few parameters at a time."""
+        """Return whether a step updates a bucket of parameters at a time."""
         wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._has_states
         return wants and steps_per_parameter(self._members.optimizer)
 
@@ -128,7 +130,7 @@ class Parts:
                 yield Part(group, [master.parameter for master in masters], columns)
 
     def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Group weights by device, in order: as many as their float32 bytes allow for, at least one."""
+        """Divide weights into buckets, in order: of one device, limited by the bytes of their float32 numbers."""
         groups: list[list[torch.Tensor]] = []
         room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
         for weight in weights:
@@ -143,7 +145,10 @@ class Parts:
 
 
 class MasterSwap:
-    """The swap of masters into one optimizer's groups: :meth:`open` swaps them in, :meth:`closed` out for a closure.
+    """The swap of masters and weights in one optimizer's groups.
+
+    Inside :meth:`open` the groups contain masters. Inside :meth:`closed`, for a closure of the user's, they contain the
+    weights again.
 
     Attributes:
         is_open: whether the groups contain masters now.
@@ -154,7 +159,7 @@ class MasterSwap:
         self._members = members
         self._states = states
         self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
-        # True: the masters of a part are read before its step. False: all masters are read before the first step.
+        # True: the masters of a part are read before the part's step. False: all are read before the first part.
         self._reads_parts = members.table.steps_in_parts
         self._bucket_bytes = bucket_bytes
         self._parts = Parts(members, states is not None, bucket_bytes)
@@ -163,7 +168,7 @@ class MasterSwap:
 
     @property
     def steps_in_parts(self) -> bool:
-        """Return whether a step is done a few parameters at a time."""
+        """Return whether a step updates a bucket of parameters at a time."""
         return self._parts.are_stepped_one_by_one
 
     @contextmanager
@@ -179,7 +184,7 @@ class MasterSwap:
             self._exit()
 
     def step_natively(self) -> bool:
-        """Do a step by native code, without :meth:`open`; return False where nothing was done."""
+        """Step in native code, without :meth:`open`; return False if native code cannot, and nothing was changed."""
         if self._native_steps is None or native() is None:
             return False
         self._check_not_in_model()
@@ -194,7 +199,7 @@ class MasterSwap:
         return is_stepped
 
     def describe_native(self) -> str | None:
-        """Return in one line what native code does here; None where it can do nothing."""
+        """Describe in one line whether native code steps this optimizer; None if it never can."""
         if not any(reads_without_sync(weight.device) for weight in self._members.weights):
             return None
         if self._native_steps is not None:
@@ -214,12 +219,12 @@ class MasterSwap:
                 self._enter()
 
     def release(self) -> None:
-        """Close the scope, and free the memory in which masters of small weights are put together."""
+        """Close the scope, and free the memory of its batches."""
         self.close()
         self._parts = Parts(self._members, self._states is not None, self._bucket_bytes)
 
     def close(self) -> None:
-        """Close the scope where an interruption has kept it open."""
+        """Close the scope if an interruption has kept it open."""
         if self.is_open:
             self._exit()
 
@@ -245,7 +250,7 @@ class MasterSwap:
 
     def _exit(self) -> None:
         undos = UndoStack()
-        # Run in reverse order, each even where another raises.
+        # These run in reverse order, each even if another raises.
         undos.push(self._members.values.moved)
         for part in self._parts.last:
             undos.push(part.write)
@@ -272,10 +277,10 @@ class MasterSwap:
 
     @contextmanager
     def by_part(self) -> Iterator[Iterator[None]]:
-        """Open the scope for a step that is divided into parts: each iteration is one step of the optimizer.
+        """Open the scope for a step in parts, and yield an iterator: call the optimizer's step once per iteration.
 
-        An iteration has only the gradients of its own part. An optimizer that does not update each parameter by itself
-        is stepped in one part.
+        In an iteration only the parameters of its part have gradients. If nothing remains after native code has stepped
+        some parts, there is no iteration.
         """
         self._check_not_in_model()
         self._members.sync_groups()
@@ -305,7 +310,7 @@ class MasterSwap:
             yield steps
         finally:
             try:
-                # After a failed step its part is put back now, not when the generator is collected.
+                # After a failed step this restores its part now, and not when the generator is collected.
                 steps.close()
             finally:
                 undos.unwind()
@@ -365,13 +370,17 @@ _SHARED: Final = "state"
 
 
 class _StateExchange:
-    """The exchange of an optimizer's state: keyed by weights between steps, by masters in a scope, the same entries."""
+    """The exchange of an optimizer's state: between steps it is keyed by weights, inside a scope by masters.
+
+    The two dictionaries share their entries.
+    """
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._holders: list[weakref.ref[Optimizer]] = []
         self._generation = -1
-        # The id of the outer dict -> the dict, its keys and values at the last comparison, and the inner dict.
+        # The id of the dict keyed by weights -> that dict, its keys and values at the last comparison, and the dict
+        # keyed by masters.
         self._known: dict[int, tuple[Any, list[Any], list[Any], Any]] = {}
         self._inside: list[tuple[Any, Any]] = []
 
@@ -404,7 +413,7 @@ class _StateExchange:
         return inner
 
     def exit(self) -> None:
-        """Set every holder's ``state`` to the dict that it had, with the entries of the inner one."""
+        """Set every holder's ``state`` back to the dict that it had, with the present entries."""
         done: set[int] = set()
         while self._inside:
             holder, outer = self._inside[-1]
@@ -413,7 +422,7 @@ class _StateExchange:
                 self._copy_back(outer, inner)
                 done.add(id(outer))
             vars(holder)[_SHARED] = outer
-            self._inside.pop()  # last: interrupted, it is called again
+            self._inside.pop()  # last, because after an interruption exit() is called again
 
     def _copy_back(self, outer: Any, inner: Any) -> None:
         known = self._known[id(outer)]

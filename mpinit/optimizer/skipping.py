@@ -1,4 +1,4 @@
-"""Steps of an optimizer that are done and skipped: counted, warned of, and refused after too many in a row."""
+"""Done and skipped steps of an optimizer: their counts, the warning, and the error after too many skips in a row."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from .gradients import Gradients
 from .members import Members
 from .overflow_log import OverflowLog, OverflowReport
 
-# Steps from one search for infinite float16 weights to the next: each reads all weights.
+# Infinite float16 weights are searched for after this many steps without a skip. A search reads all weights.
 _CLAMP_CHECK_INTERVAL: Final = 1000
 _SKIPS_TO_WARN_OF: Final = 3
 
@@ -42,7 +42,7 @@ class StepCounter:
     _since_reading: int = 0
 
     def read(self) -> StepCounts:
-        """Return the counts; those of steps that a kernel may have skipped are read from the device."""
+        """Return the counts. Counts of steps that a kernel may have skipped are read from the device."""
         if self._on_device is not None:
             good, skipped, consecutive = (int(number) for number in self._on_device.tolist())
             before = self._counted
@@ -57,7 +57,7 @@ class StepCounter:
         self._counted = StepCounts(good + (not skipped), all_skipped + skipped, consecutive + 1 if skipped else 0)
 
     def count_on_device(self, found_inf: torch.Tensor) -> None:
-        """Count one step that a kernel does or skips; a captured CUDA graph counts its replays, too."""
+        """Count one step that a kernel does or skips, on the device, so that replays of a CUDA graph count too."""
         if self._on_device is None:
             self._on_device = torch.zeros(3, dtype=torch.float32, device=found_inf.device)
         skipped = (found_inf > 0).float()
@@ -67,7 +67,7 @@ class StepCounter:
         self._since_reading += 1
 
     def is_due(self, limit: int) -> bool:
-        """Return whether ``limit`` steps were counted on the device since this was last true."""
+        """Return whether ``limit`` steps were counted on the device since this last returned True."""
         if self._since_reading < limit:
             return False
         self._since_reading = 0
@@ -88,7 +88,7 @@ class Skips:
         self._rule = rule
         self._last_loss: torch.Tensor | None = None
         self._since_clamp_check = 0
-        # True if the overflow of the next step has been logged.
+        # True: the overflow for which the next step is skipped has been logged already.
         self._is_logged = False
 
     @functools.cached_property
@@ -97,13 +97,13 @@ class Skips:
         return OverflowLog(self._members)
 
     def record_overflow(self, loss: torch.Tensor, scaler: LossScaler) -> str | None:
-        """Log which gradients overflowed in a backward pass, and describe the worst; before the scale is updated."""
+        """Log which gradients overflowed in a backward pass, before the scale is updated; return the worst as text."""
         worst = self.log.write(scaler, scaler.loss_scale(), loss).gradients
         self._is_logged = True
         return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
 
     def remember(self, loss: torch.Tensor) -> None:
-        """Remember the loss of a backward pass whose check is not read yet: a skip is explained by it."""
+        """Remember the loss of a backward pass whose check is not read yet, for the log line of a skip."""
         self._last_loss = loss.detach()
 
     def count_done(self) -> None:
@@ -118,7 +118,7 @@ class Skips:
     def count_in_kernel(self, found_inf: torch.Tensor) -> None:
         """Count a step that a kernel has done, or skipped by ``found_inf``."""
         self.counter.count_on_device(found_inf)
-        # Reading the counters is a device sync: one in as many steps as may be skipped in a row.
+        # Reading the counters is a device sync, so it is done once in max_consecutive_skips steps.
         if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):
             self._raise_after_too_many()
             if self.counter.read().consecutive >= _SKIPS_TO_WARN_OF:
@@ -132,7 +132,7 @@ class Skips:
         """
         found_inf = self._gradients.state.found_inf
         if found_inf is not None and not self._is_logged:
-            # Where reading is no device sync, record_overflow() has logged what scale_loss found.
+            # If reading is no device sync, record_overflow() has logged what scale_loss found; this came later.
             self._log_now(reads_without_sync(found_inf.device) and self._gradients.state.phase is Phase.UNSCALED)
         self._is_logged = False
         self.counter.count(skipped=True)
@@ -142,7 +142,7 @@ class Skips:
             self._warn()
 
     def _warn(self) -> None:
-        """Warn that several steps in a row were skipped, and of which kind the overflow is."""
+        """Warn that several steps in a row were skipped, and whether the loss or only gradients were inf or nan."""
         record = self.log.last or self._log_now()
         count, loss = self.counter.read().consecutive, record.loss
         if loss is not None and not math.isfinite(loss):
