@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -18,7 +17,7 @@ from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
 from .basics.wrappers import inner_optimizers, wrapped_in
-from .distributed.agreement import groups_of, meshes_of
+from .distributed.agreement import groups_of, meshes_of, reach_of
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
@@ -309,11 +308,7 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
     elif plan.scaling.dynamic and is_distributed():
         meshes = meshes_of([parameter for _, parameter in index.parameters])
-        world = torch.distributed.get_world_size()
-        # The number of ranks that a verdict over the meshes can reach; where meshes overlap, those of the largest.
-        reached = math.prod(map(torch.distributed.get_world_size, groups_of(meshes)))
-        if reached > world:
-            reached = max(mesh.size() for mesh in meshes)
+        world, reached = torch.distributed.get_world_size(), reach_of(groups_of(meshes))
         if meshes and reached < world:
             raise ValueError(
                 f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss "

@@ -1,7 +1,7 @@
 """Comparison of settings and of words over ranks, and the process groups to compare over."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -33,6 +33,36 @@ def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
                 found[group.group_name] = group
     found |= {group.group_name: group for group in more if group is not None}
     return list(found.values())
+
+
+def reach_of(groups: Sequence[Group]) -> int:
+    """Return how many ranks a number reaches at least that every rank reduces over its groups, one after the other.
+
+    All ranks of the groups have to call it. The groups of a grid reach all of its ranks: after the reduction over rows
+    each column has the numbers of all rows. Other groups that overlap do not: over [0, 1] and then [1, 2], no number of
+    rank 2 reaches rank 0.
+    """
+    distributed: Any = torch.distributed
+    own = [tuple(distributed.get_process_group_ranks(group)) for group in groups]
+    # A rank, and the groups that it still has to reduce over.
+    queues = {distributed.get_rank(): own}
+    for group in groups:
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(gathered, queues, group=group)
+        for each in gathered:
+            queues |= each
+    reached = {rank: {rank} for rank in queues}
+    queues = {rank: list(left) for rank, left in queues.items()}
+    while True:
+        heads = dict.fromkeys(left[0] for left in queues.values() if left)
+        ready = [ranks for ranks in heads if all(queues.get(rank, [])[:1] == [ranks] for rank in ranks)]
+        if not ready:
+            return min(map(len, reached.values()))
+        for ranks in ready:
+            together = set().union(*(reached[rank] for rank in ranks))
+            for rank in ranks:
+                reached[rank] = together
+                del queues[rank][0]
 
 
 def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: Iterable[Group]) -> None:

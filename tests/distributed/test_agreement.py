@@ -47,14 +47,23 @@ def test_agreement_needs_one_collective_and_none_for_replicas(engine: str) -> No
     assert mpinit.step_counts(optimizer) == (2, 0)
 
 
-@ranks(3)
-def test_meshes_that_overlap_are_refused_on_all_ranks() -> None:
-    """Rank 1 shares one part of the model with rank 0, and another with rank 2: no verdict reaches all of them."""
-    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+def refuse_a_chain() -> None:
+    """Share a part of the model with the rank before, and another with the rank after: no verdict reaches all ranks."""
+    meshes = [DeviceMesh("cpu", [rank, rank + 1]) for rank in range(dist.get_world_size() - 1)]
     own = [part for part in meshes if dist.get_rank() in part.mesh]
     model = nn.Sequential(*[fully_shard(nn.Linear(4, 4), mesh=part) for part in own])
-    with refused(ValueError, "of 3 ranks", "process_group=torch.distributed.group.WORLD"):
+    with refused(ValueError, f"of {dist.get_world_size()} ranks", "process_group=torch.distributed.group.WORLD"):
         mpinit.initialize(model, sgd_of(model), "O2", **SCALED)
+
+
+@ranks(3)
+def test_two_meshes_that_overlap_are_refused_on_all_ranks() -> None:
+    refuse_a_chain()
+
+
+@ranks(4)
+def test_three_meshes_that_overlap_are_refused_on_all_ranks() -> None:
+    refuse_a_chain()
 
 
 def experts() -> Any:

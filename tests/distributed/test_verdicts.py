@@ -1,6 +1,7 @@
 """One verdict of all ranks, at places that each of them passes: scales, counts, and how much is sent."""
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,29 @@ def test_overflow_beside_a_step_that_one_rank_leaves_out(kind: str) -> None:
     assert mpinit.loss_scale(optimizer) == 2.0**13
     assert mpinit.step_counts(optimizer) == (3, 1)
     engines.assert_one(mpinit.loss_scale(optimizer))
+
+
+@ranks(2, ("block",), ("GradScaler",))
+def test_ranks_that_step_other_optimizers_are_refused(way: str) -> None:
+    """Compare whose gradients a verdict is for: an overflow of one optimizer's would skip the other's step."""
+    model: Any = engines.sharded(engines.mesh(2))
+    parameters = list(model.parameters())
+    halves = [engines.sgd(parameters[:4]), engines.sgd(parameters[4:])]
+    mpinit.initialize(model, halves, **LEVELS["O2"] | HIGH)
+    before = engines.whole(model.state_dict())
+    mine, scaler = halves[dist.get_rank()], mpinit.GradScaler(halves)
+    x, y = engines.mine(engines.CASE.batches(1)[0])
+    loss = engines.CASE.loss(model(x), y)
+    start = time.monotonic()
+    with refused(RuntimeError, "step different optimizers"):
+        if way == "GradScaler":
+            scaler.scale(loss).backward()
+            scaler.step(mine)
+        else:
+            with mpinit.scale_loss(loss, mine) as scaled_loss:
+                scaled_loss.backward()
+    assert time.monotonic() - start < 15.0
+    engines.assert_same(engines.whole(model.state_dict()), before)
 
 
 @ranks(2, ("cleared",), ("kept",))
