@@ -306,13 +306,13 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
             )
         if not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
-    elif plan.scaling.dynamic and is_distributed():
+    elif (plan.scaling.dynamic or plan.properties.skip_nonfinite) and is_distributed():
         meshes = meshes_of([parameter for _, parameter in index.parameters])
         world, reached = torch.distributed.get_world_size(), reach_of(groups_of(meshes))
         if meshes and reached < world:
             raise ValueError(
-                f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss "
-                "scale all ranks that train one model have to skip the same steps: give process_group="
+                f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss scale or "
+                "skip_nonfinite=True all ranks that train one model have to skip the same steps: give process_group="
                 "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
                 "process_group=mesh.get_group() where they train something else"
             )
