@@ -1,4 +1,4 @@
-"""The bits beyond a 16-bit weight: rounding to it, what it was before, and the float32 that both make.
+"""Rounding of float32 numbers to 16-bit weights, and remainders: together they are the float32 number again.
 
 Below the public face: the split is tried on every kind of float32 number.
 """

@@ -1,6 +1,6 @@
-"""Scenarios of other libraries' own tests, as tables of traces: what is the same here, and what differs on purpose.
+"""The loss scale cases that other libraries test, as tables of traces: equal here, or different on purpose.
 
-The facts are those of DeepSpeed's ``test_dynamic_loss_scale.py``, jmp's ``loss_scale_test.py``, Keras'
+The cases are those of DeepSpeed's ``test_dynamic_loss_scale.py``, jmp's ``loss_scale_test.py``, Keras'
 ``loss_scale_optimizer_test.py`` and optax's ``_conditionality_test.py``. The page about loss scaling lists differences.
 """
 

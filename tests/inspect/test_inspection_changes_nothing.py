@@ -1,4 +1,4 @@
-"""Inspectors leave a training as it is, and find the faults that are planted.
+"""Reports change nothing in a training, and find planted faults.
 
 Below the public face: the registry shows that no session is left.
 """

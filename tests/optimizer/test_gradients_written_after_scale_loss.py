@@ -1,4 +1,4 @@
-"""Gradients between ``scale_loss`` and the step: what is written to them is checked before it is stepped."""
+"""Writes to gradients between ``scale_loss`` and the step: the step checks them for inf and nan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Optimizers and models in wrappers: which session is theirs, and whose masters are stepped.
+"""Optimizers and models inside wrappers: the session is found, and its masters are stepped.
 
 Below the public face: the registry shows which session a wrapper stands for.
 """

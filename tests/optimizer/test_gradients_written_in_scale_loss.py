@@ -1,4 +1,4 @@
-"""Gradients inside ``scale_loss``, where they are multiplied by the scale: a write to them is warned of once."""
+"""Writes to gradients inside ``scale_loss``, where they are multiplied by the scale: one warning."""
 
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Ranks that train one model are asked for the same, begin with the same float32 values, and stay one."""
+"""Ranks that train one model: the same settings are required, and float32 values and loss scales stay the same."""
 
 import contextlib
 import copy

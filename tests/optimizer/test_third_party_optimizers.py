@@ -1,4 +1,4 @@
-"""Every optimizer of the packages that are there: masters as in a loop written by hand, or refused with the reason."""
+"""Every optimizer of the installed packages: steps like a hand-written loop with masters, or is refused."""
 
 import contextlib
 import copy

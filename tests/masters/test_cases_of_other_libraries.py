@@ -1,4 +1,4 @@
-"""Invariants of other libraries' own tests of split masters and low-bit states, held here.
+"""The invariants that other libraries test of split masters and low-bit optimizer states.
 
 They are those of TransformerEngine's remainders (``store_param_remainders``), of error correction in flashoptim
 (``test_ecc_invariants.py``) and HeavyBall (``test_ecc_cpu.py``), and of torchao's low-bit optimizers.

@@ -1,4 +1,4 @@
-"""One place for every number: the groups hold the model's parameters, and an optimizer's own code its masters.
+"""Between steps groups contain the model's parameters; while an optimizer's own code runs, they contain masters.
 
 Below the public face: an encoded state is recognised by its class.
 """

@@ -1,4 +1,4 @@
-"""Casts end: with a session, its thread, its owner, and where an exception or Ctrl-C comes in between.
+"""O1's casts are switched off with their session, thread or owner, also after an exception or Ctrl-C.
 
 Below the public face: casts are switched on without a model, and torch's flags are read.
 """

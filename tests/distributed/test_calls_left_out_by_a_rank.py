@@ -1,4 +1,4 @@
-"""A rank that leaves out a step, a backward pass or a forward: as in plain torch, and no rank waits for it."""
+"""A rank that leaves out a step, a backward pass or a forward: the others do not wait, unless plain torch's do."""
 
 import itertools
 from typing import Any
