@@ -112,16 +112,22 @@ class Skips:
         self._last_loss = None
         self._is_logged = False
         self._since_clamp_check += 1
-        if self._since_clamp_check == _CLAMP_CHECK_INTERVAL:
+        if self._since_clamp_check >= _CLAMP_CHECK_INTERVAL:
             self._clamp_weights()
 
     def count_in_kernel(self, found_inf: torch.Tensor) -> None:
         """Count a step that a kernel has done, or skipped by ``found_inf``."""
         self.counter.count_on_device(found_inf)
         # Reading the counters is a device sync, so it is done once in max_consecutive_skips steps.
-        if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):
+        limit = self._rule.max_consecutive_skips
+        if not is_capturing() and self.counter.is_due(limit):
+            self._since_clamp_check += limit
+            consecutive = self.counter.read().consecutive
+            is_search_due = consecutive > 0 or self._since_clamp_check >= _CLAMP_CHECK_INTERVAL
+            if is_search_due and self._clamp_weights():
+                return  # an infinite weight makes every step overflow: from the next one on it is finite
             self._raise_after_too_many()
-            if self.counter.read().consecutive >= _SKIPS_TO_WARN_OF:
+            if consecutive >= _SKIPS_TO_WARN_OF:
                 self._warn()
 
     def skip(self) -> None:
@@ -179,15 +185,18 @@ class Skips:
             f"{record.advice}; max_consecutive_skips moves the limit"
         )
 
-    def _clamp_weights(self) -> None:
+    def _clamp_weights(self) -> bool:
         """Replace infinite float16 weights, whose masters are finite, by the largest float16 number, and warn once.
 
         They are searched for after an overflow, which they cause, and every :data:`_CLAMP_CHECK_INTERVAL` steps.
+
+        Returns:
+            Whether there were any.
         """
         self._since_clamp_check = 0
         table = self._members.table
         if not isinstance(table, FullMasters):
-            return
+            return False
         names = [self._members.names.of(master.weight) for master in self._members.masters if table.clamp(master)]
         if names:
             warn_user(
@@ -195,3 +204,4 @@ class Skips:
                 "not in the float32 masters: from here on the model holds that largest instead. Use bfloat16 "
                 f"(opt_level='O5'), or give keep_fp32=[{', '.join(map(repr, names))}]"
             )
+        return bool(names)
