@@ -125,6 +125,7 @@ class Session:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
+        self.forward_guard.initial = frozenset([id(parameter) for _, parameter in index.parameters])
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()

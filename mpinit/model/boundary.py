@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
-from ..basics.logs import log
+from ..basics.logs import log, warn_user
+from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..distributed.sharding import is_distributed, replaced_since
 from ..masters.split import SplitMasters
@@ -69,6 +70,7 @@ class ForwardGuard:
     has_float32_values = True
     inputs: InputWarnings | None = None
     written: WrittenState | None = None
+    initial: frozenset[int] = frozenset()
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
         self.models = models
@@ -88,6 +90,7 @@ class ForwardGuard:
         """
         if self._is_first:
             self.check_present()
+            self._warn_of_new_parameters()
             self._is_first = False
         if is_distributed():
             # The process group may be newer than the session. From then on gradients may have any dtype, because DDP's
@@ -139,6 +142,20 @@ class ForwardGuard:
         fault = replaced_since(named, stepped)
         if fault:
             raise RuntimeError(fault)
+
+    def _warn_of_new_parameters(self) -> None:
+        """Warn where a parameter replaces one that an optimizer steps, and is in no optimizer."""
+        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        named = [each for model in self.models for each in model.named_parameters()]
+        gone = (stepped & self.initial).difference(id(parameter) for _, parameter in named)
+        new = [name for name, p in named if p.requires_grad and id(p) not in stepped | self.initial] if gone else []
+        if new:
+            warn_user(
+                f"{counted(len(new), 'parameter was', 'parameters were')} put into the model after mpinit.initialize "
+                f"({', '.join(map(repr, new[:3]))} first), where an optimizer steps what was there before: they are "
+                "not trained. Change the model (resize_token_embeddings, a new head) before its optimizer is made and "
+                "mpinit.initialize is called"
+            )
 
     def log_emulation(self) -> None:
         """Log, in one line, that the processor emulates the models' 16-bit dtype, and how slow that is."""

@@ -462,3 +462,34 @@ def test_a_dummy_optimizer_names_the_optimizers_that_step(late: bool) -> None:
     mpinit.add_optimizers(others) if late else mpinit.initialize(model, others, "O5", verbosity=0)
     with pytest.raises(RuntimeError, match="steps no weight"), mpinit.scale_loss(torch.ones(()), dummy):
         pass
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, model"])
+def test_embeddings_resized_between_enable_and_train(name: str, level: str, tmp_path: Path) -> None:
+    masters = {"split": {"master_weights": "split"}, "model": {"master_weights": "model"}}
+    given = {"opt_level": level[:2], **masters.get(level.partition(", ")[2], {})}
+    losses = []
+    for enabled in (given, None):
+        trainer = trainer_of(name, tmp_path, enabled, gradient_accumulation_steps=1)
+        torch.manual_seed(5)
+        trainer.model.resize_token_embeddings(36)
+        before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+        losses.append(trainer.train().training_loss)
+        state = trainer.model.state_dict()
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert not any(torch.equal(value, before[key]) for key, value in state.items())
+        assert state["lm_head.weight"].shape[0] == 36
+        beyond = state["lm_head.weight"] != state["lm_head.weight"].bfloat16().float()
+        assert beyond.double().mean() > 0.9, "bits beyond the 16-bit weight"
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_head_that_resizing_replaces_is_warned_of_where_the_optimizer_exists(level: str) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, verbosity=0)
+    model.resize_token_embeddings(36)
+    with pytest.warns(UserWarning, match="1 parameter was put into the model .*'lm_head.weight'"):
+        model(input_ids=torch.arange(8)[None])
