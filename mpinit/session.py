@@ -1,7 +1,8 @@
 """The session of one ``initialize``: the order of its set-up, its undo, and its parts.
 
-Patched forwards and patched optimizers keep their session alive. It refers to modules and optimizers weakly, and the
-registry to sessions: with the last of its models and optimizers a session is freed at once, and its masters with it.
+Patched forwards and patched optimizers keep their session alive. The session refers to modules and optimizers weakly,
+and so does the registry to sessions. So a session is freed, with its masters, together with the last of its models and
+optimizers.
 """
 
 import itertools
@@ -52,7 +53,7 @@ _REPORTED: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """The arguments of one ``initialize`` beside models and optimizers, resolved."""
+    """The resolved arguments of one ``initialize``, without models and optimizers."""
 
     opt_level: str
     plan: Plan
@@ -63,11 +64,11 @@ class Session:
     """Everything that one ``initialize`` has set up.
 
     Attributes:
-        opt_level, properties, plan: what was asked for, and its resolution.
-        number: counts the sessions of the process.
-        models, optimizers: the objects of ``initialize``, and the optimizers of ``add_optimizers``; known weakly.
-        verbosity: how much is logged.
-        selection: the modules that stay float32 and the tensors that are cast, as of :meth:`apply`.
+        opt_level, properties, plan: the level, its properties, and the plan that follows from them.
+        number: the number of the session in this process.
+        models, optimizers: the objects of ``initialize``, and the optimizers of ``add_optimizers``, as weak references.
+        verbosity: 0: nothing is logged.
+        selection: the modules that stay float32 and the tensors that are cast, as :meth:`apply` has found them.
         values, masters: the float32 values of 16-bit tensors, and the masters among them.
         forwards: the casts around the models' forwards.
         forward_guard, step_guard: the checks before forwards, and before steps of optimizers that are not managed.
@@ -102,7 +103,7 @@ class Session:
     # -- set up and undo ----------------------------------------------------------------------------------------
 
     def apply(self, index: ModelIndex, failed: UndoStack) -> None:
-        """Carry the plan out. ``failed`` undoes everything done so far, newest first, if anything raises."""
+        """Apply the plan. If anything raises, ``failed`` undoes everything done so far, newest first."""
         selected = self.selection = selection.select(index, self.plan)
         if selected.changes:
             check_memory(index, selected.targets)
@@ -115,11 +116,11 @@ class Session:
         self.step_guard.tensor_ids = index.tensor_ids()  # after the casts, which replace buffers
 
     def begin(self) -> None:
-        """Mark the session as live after its set-up, and drop what only a failed set-up needs."""
+        """Mark the session as live after its set-up, and drop the values that only a failed set-up would need."""
         self.is_live = True
         changes, self.selection = self.selection.changes, self.selection.without_tensors()
         if changes:
-            self.values.casts.finish()  # last, because an interrupted set-up needs what it drops
+            self.values.casts.finish()  # last, because the undo of an interrupted set-up needs the values that it drops
 
     def _apply(self, index: ModelIndex) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
@@ -145,7 +146,7 @@ class Session:
         if selected.gathered:
             push(gather_in(index.names, selected.gathered))
         widened = self._make_masters(index, targets) if plan.masters is not MasterWeightsMode.NONE else []
-        # Late, because without masters no undo restores the bits that a cast drops.
+        # Late, because without masters no undo can restore the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
         if selected.has_16_bit and plan.cast_model and (places := _places_of_state(index, selected, plan)):
@@ -161,10 +162,10 @@ class Session:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
         if plan.makes_masters:
             self.step_guard.install(self._undos)
-        push(weak_call(self._drop_masters))  # undone first: weights may have got masters later
+        push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
 
     def _settings_to_compare(self) -> dict[str, str]:
-        """Return what was asked for, which has to be the same on all ranks."""
+        """Return the settings that have to be the same on all ranks, as text."""
         settings = {name: _format(value) for name, value in self.properties}
         classes = [type(optimizer).__name__ for optimizer in self.optimizers]
         return {
@@ -178,7 +179,7 @@ class Session:
         """Make masters of the weights that are trained, before anything is cast.
 
         Returns:
-            The 16-bit weights that are float32 now, because they are their own masters.
+            The weights that were 16-bit and are float32 now, because with ``master_weights="model"`` parameters are.
         """
         trained = trained_by(self.optimizers)
         if self.managed.awaits:
@@ -196,7 +197,7 @@ class Session:
         return widened
 
     def _widen(self, weights: Sequence[nn.Parameter]) -> None:
-        """Convert weights that are their own masters to float32; :meth:`undo` keeps that, a failed set-up does not."""
+        """Convert weights to float32 for ``master_weights="model"``; only a failed set-up converts them back."""
         original_dtypes = {weight: weight.dtype for weight in weights}
 
         known = weakref.ref(self)
@@ -224,19 +225,20 @@ class Session:
         to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in mastered}
         beyond = casting.out_of_range(to_16_bit)
         self.values.casts.apply(index, beyond)
-        # Without an undo of its own: giving up a master restores its weight.
+        # These casts need no undo of their own, because _drop_masters() restores the weights.
         for master in self.masters:
             self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
         casting.rebuild_flat_weights(index.names)
 
     def _drop_masters(self) -> None:
-        """Write the masters' numbers into their weights, and drop the masters; interrupted, it can be called again."""
+        """Write the masters' values into their weights, and drop the masters. May be called again."""
         for_each(self._restore, list(self.masters))
         if isinstance(self.masters, SplitMasters):
             self.masters.buffers.clear()
 
     def _restore(self, master: Master) -> None:
-        # A 16-bit weight keeps its master's bits, unless the set-up failed: then it gets its own back.
+        # A weight that was 16-bit before becomes float32, to keep its master's bits. After a failed set-up it becomes
+        # 16-bit again.
         keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
         self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
         self.masters.discard(master)
@@ -244,15 +246,15 @@ class Session:
     def undo(self) -> None:
         """Undo everything that ``apply`` did, which ends the session.
 
-        Where a part of it raises, the others are undone all the same, and the error is raised at the end. Called again
-        it tries that part again.
+        If a part of the undo raises, the other parts run all the same, and the error is raised at the end. Another call
+        tries that part again.
         """
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
-            # On the stack, which goes on with the rest where one of them raises.
+            # On the stack, which runs the other undos even if one of these raises.
             self._undos.push(self.values.close)
             for managed in self.managed.patched():
                 self._undos.push(managed.gradients.end)
@@ -272,7 +274,7 @@ class Session:
             self.is_live = len(self._undos) > 0
 
     def when_undone(self, undo: Undo) -> None:
-        """Run ``undo`` when the session is undone: for a change to an object of a framework."""
+        """Run ``undo`` when the session is undone, to reverse a change of an object of a framework."""
         self._undos.push(undo)
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
@@ -280,7 +282,7 @@ class Session:
         self._undos.set_attribute(owner, name, value)
 
     def patch_steps(self) -> None:
-        """Patch optimizers that were left as they are, because their losses are going to be scaled."""
+        """Patch optimizers whose steps only hooks counted so far, because their losses are going to be scaled."""
         self.managed.patch_steps(self._undos, owner=self)
 
     # -- optimizers that are added later ------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Session:
         """Add optimizers of weights that are cast already.
 
         Returns:
-            The undo of the addition, to be called before anything else happens, or never.
+            The undo of the addition. It is valid only until anything else is done with the session.
         """
         self.managed.check_idle("mpinit.add_optimizers()")
         self.managed.check(optimizers)
@@ -367,7 +369,7 @@ def _format(value: Any) -> str:
 
 
 def _widen_states(optimizers: Sequence[Optimizer], dtypes: Mapping[Any, torch.dtype]) -> None:
-    """Cast the state of 16-bit weights that has their dtype to float32, which their masters have."""
+    """Cast the optimizer state of 16-bit weights to float32, the dtype of their masters."""
     for each in with_wrapped(optimizers):
         for parameter, state in each.state.items():
             if parameter in dtypes:

@@ -52,9 +52,9 @@ def reach_of(groups: Sequence[Group]) -> int:
         for each in gathered:
             queues |= each
     reached = {rank: {rank} for rank in queues}
-    queues = {rank: list(left) for rank, left in queues.items()}
+    queues = {rank: list(waiting) for rank, waiting in queues.items()}
     while True:
-        heads = dict.fromkeys(left[0] for left in queues.values() if left)
+        heads = dict.fromkeys(waiting[0] for waiting in queues.values() if waiting)
         ready = [ranks for ranks in heads if all(queues.get(rank, [])[:1] == [ranks] for rank in ranks)]
         if not ready:
             return min(map(len, reached.values()))

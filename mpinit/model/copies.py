@@ -1,7 +1,7 @@
 """Copies and conversions of initialised models: ``copy.deepcopy`` makes a float32 model, ``.half()`` is refused.
 
-A copy is averaged into, or evaluated: it has the masters' bits, and belongs to no session. Without masters (O3) it is
-16-bit, as the model is.
+A deep copy is often an average of the weights, or is evaluated. It has the masters' values, and belongs to no session.
+Without masters (O3) it is 16-bit, as the model is.
 """
 
 import copy
@@ -25,11 +25,11 @@ from .shared_memory import is_16_bit
 
 @dataclass(frozen=True, eq=False)
 class Originals:
-    """The float32 values of a session's models, which their copies are made from.
+    """The float32 values of a session's models, from which copies are made.
 
     Attributes:
-        has_float32_weights: whether the weights are their own masters.
-        key: the key of the session's hooks in modules; its negative is a key, too.
+        has_float32_weights: whether the session has ``master_weights="model"``, so that parameters are float32.
+        key: the key of the session's hooks in modules; the other hook has its negative.
     """
 
     values: Float32Values
@@ -41,17 +41,17 @@ class Originals:
         return self.has_float32_weights or len(self.values.masters) > 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Read the float32 values of a 16-bit tensor; None where they are its own, or it is not 16-bit."""
+        """Return the float32 values of a 16-bit tensor; None if it has no other values, or is not 16-bit."""
         if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
-            return parameter.detach()  # copied inside of a forward
+            return parameter.detach()  # the copy is made inside of a forward, where the tensor is a cast
         return self.values.of(tensor) if is_lower_precision(tensor.dtype) else None
 
 
 class _Method(OfModule):
-    """A method that is set on a module; in copies and files it does what the module's class does.
+    """A method that is set on a module. In copies and unpickled modules it calls the method of the module's class.
 
     Attributes:
-        originals: those of the session; None in copies and files.
+        originals: the originals of the session; None in copies and unpickled modules.
     """
 
     def __init__(self, module: nn.Module, originals: Originals | None) -> None:
@@ -81,10 +81,11 @@ class DeepCopy(_Method):
                 if known is None:
                     memo[id(tensor)] = copied_tensor
                 else:
-                    known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
+                    # The optimizer was copied first, and the parameter with it.
+                    known.grad, known.data = None, copied_tensor.data
         copied = self._as_it_is(memo)
         remove_hooks(copied, originals.key, originals)
-        # Its inputs are cast to float32, as those of a module that keep_fp32 names.
+        # The copy's inputs are cast to float32, as those of a module that keep_fp32 names.
         for patched in filter(None, map(patched_forward, vars(copied).values())):
             patched.boundary.inner_dtype = torch.float32
         return copied
@@ -93,7 +94,7 @@ class DeepCopy(_Method):
         own: Callable[..., nn.Module] | None = getattr(type(self.module), "__deepcopy__", None)
         if own is not None:
             return own(self.module, memo)
-        # copy.deepcopy does this with an object that has no method for it.
+        # copy.deepcopy does the same for an object without __deepcopy__.
         copied: nn.Module = copy._reconstruct(self.module, memo, *self.module.__reduce_ex__(4))  # type: ignore[attr-defined]
         return copied
 
@@ -104,7 +105,7 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 
 class Conversion(_Method):
-    """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and the like all come down to."""
+    """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and similar methods all call."""
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         if self.originals is not None:
@@ -135,7 +136,7 @@ def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tens
 
 
 def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor of ``dtype`` would have, by an empty one; ``dtype`` where ``fn`` raises."""
+    """Return the dtype that ``fn`` converts a tensor of ``dtype`` to; ``dtype`` if ``fn`` raises."""
     try:
         with torch.no_grad():
             return fn(torch.empty(0, dtype=dtype)).dtype

@@ -17,11 +17,11 @@ from ..plan import KeepInputPredicate
 from ..torch_internals.running import is_eager, reads_without_sync
 from .precision_loss import COUNTED_BY_FLOAT32
 
-# Numbers of a tensor that are read.
+# How many numbers of a tensor are read at most.
 _MOST_READ: Final = 1 << 20
-# Additive masks are filled with this or less.
+# A minimum of this or less is the fill value of an additive mask.
 _MASKED: Final = -1e4
-# An error of this size changes whole numbers, or is more than half of the distance between two.
+# A rounding error of this size or more changes whole numbers.
 _WHOLE: Final = 0.75
 
 
@@ -30,8 +30,8 @@ class InputWarnings:
     """Warnings of inputs that a cast spoils, once for each argument.
 
     Attributes:
-        warned: the names of the arguments that were warned of.
-        has_waited: whether inputs were read on a device where reading waits, which is done for one forward.
+        warned: the names of the arguments with a warning.
+        has_waited: whether inputs were read already. On a device where reading is a device sync, they are read once.
     """
 
     warned: set[str] = field(default_factory=set)
@@ -47,9 +47,9 @@ class InputWarnings:
         """Warn of spoilt arguments of one call that are about to be cast to ``dtype``.
 
         Args:
-            named: the names of the arguments, and they.
-            keep: predicates of which one that is true keeps an argument.
-            method: the class and the name of what is called, for the message.
+            named: the names and values of the arguments.
+            keep: predicates; an argument for which one is true is not cast.
+            method: the class and the name of the method, for the message.
         """
         if not is_lower_precision(dtype) or not is_eager():
             return
@@ -75,7 +75,7 @@ class InputWarnings:
 
 
 def loss_of_input(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Describe what a cast spoils in an input; None if it only rounds. The first numbers of large tensors are read."""
+    """Describe what a cast spoils in an input; None if it only rounds. Of a large tensor only a part is read."""
     if not tensor.is_floating_point() or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if torch.finfo(tensor.dtype).bits < 32:

@@ -26,14 +26,15 @@ class Selection:
     """The tensors and modules of given models that a plan changes, computed once by :func:`select`.
 
     Attributes:
-        kept: the topmost modules that stay float32, with their dotted names; everything below them does too.
-        targets: every floating parameter and buffer -> the dtype it is to have, tied ones once, in the models' order.
-            Empty where the plan casts no model. Without parameters that only forwards are to see in 16 bit.
-        has_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
-        float32_modules: all modules that stay float32: those in ``kept`` and those below them.
-        gathered: float32 shards that FSDP gathers in 16 bit -> the type it gathers them in; no targets of a cast.
-        parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
-            dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
+        kept: the topmost modules that stay float32 -> their dotted names. Their submodules stay float32 too.
+        targets: floating parameter or buffer -> the dtype that it gets, in the models' order. Empty if the plan casts
+            no model. With ``master_weights="model"`` parameters that are 16-bit only inside forwards are not in it.
+        has_16_bit: whether any parameter or buffer is 16-bit after the casts, or inside forwards.
+        float32_modules: all modules that stay float32: those in ``kept`` and their submodules.
+        gathered: float32 shard that FSDP gathers in 16 bits -> that dtype. The shard itself stays float32.
+        changes: the tensors whose dtype changes.
+        parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
+            dtype, and those in ``kept``. Empty if the plan makes no weight 16-bit.
     """
 
     models: tuple[nn.Module, ...]
@@ -46,13 +47,13 @@ class Selection:
     parts: Mapping[nn.Module, torch.dtype]
 
     def without_tensors(self) -> "Selection":
-        """Drop the tensors, which may be replaced in the models, and refer weakly to modules: the set-up is over."""
+        """Drop tensors, and refer weakly to modules, so that the session keeps neither alive after its set-up."""
         kept = WeakList(self.float32_modules)
         return replace(self, models=(), kept={}, targets={}, float32_modules=kept, gathered={}, changes=(), parts={})
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:
-    """Find out which tensors and modules a plan changes in the models of an index."""
+    """Find the tensors and modules that a plan changes in the models of an index."""
     tops, float32_modules = _kept_modules(index, plan.keeps)
     kept = {tensor for module in float32_modules for _, tensor in index.own[module]}
     if kept:
@@ -84,7 +85,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
 
 
 def _kept_by_name(index: ModelIndex, patterns: Sequence[str]) -> set[torch.Tensor]:
-    """Find the tensors that patterns of ``keep_fp32`` name, of those patterns that name no module."""
+    """Find the tensors that patterns of ``keep_fp32`` name; patterns that name a module are not used here."""
     modules = [name for name, _ in index.paths] if patterns else []
     own = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in modules)]
     if not own:
@@ -93,14 +94,14 @@ def _kept_by_name(index: ModelIndex, patterns: Sequence[str]) -> set[torch.Tenso
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of a module is a parameter, or a tensor that is trained like one, and no buffer."""
+    """Return whether a tensor of a module is a parameter or requires gradients; False: it is a buffer."""
     return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
 def _kept_modules(index: ModelIndex, keeps: KeepRule) -> tuple[dict[nn.Module, str], dict[nn.Module, None]]:
-    """Find the topmost modules that stay float32, with their names, and all modules that do, those below included.
+    """Find the topmost modules that stay float32, with their names, and all of these with their submodules.
 
-    A module below one that stays float32 is not asked about by itself.
+    A submodule of one that stays float32 is not looked up by itself.
     """
     tops: dict[nn.Module, str] = {}
     kept: dict[nn.Module, None] = {}
@@ -147,7 +148,7 @@ def _parts(
         is_called = module in with_tensors and module not in hidden and _has_forward(module)
         if module in roots or not (is_called or module in tops):
             continue
-        # A norm whose weights are float32 outside would give other bits where it is called from there.
+        # With master_weights="model" a BatchNorm that is cast is patched: called from outside it has float32 weights.
         mixes = float32 or plan.masters is not MasterWeightsMode.IN_MODEL
         if not (mixes and isinstance(module, _BatchNorm) and _mixes_dtypes_itself(module)):
             parts[module] = torch.float32 if float32 else plan.model_dtype
@@ -155,7 +156,7 @@ def _parts(
 
 
 def _with_tensors(index: ModelIndex, float32_modules: Container[nn.Module]) -> set[nn.Module]:
-    """Find the modules that have a floating tensor themselves, or in a module below of the same dtype."""
+    """Find the modules that have a floating tensor themselves, or in a submodule of the same dtype."""
     pending = [module for module, own in index.own.items() for _, tensor in own if tensor.is_floating_point()]
     found = set(pending)
     while pending:
@@ -177,24 +178,24 @@ def _has_forward(module: nn.Module) -> bool:
 def _mixes_dtypes_itself(module: nn.Module) -> bool:
     """Return whether a BatchNorm's kernel accepts 16-bit inputs with float32 parameters and returns the inputs' dtype.
 
-    torch's own BatchNorms do, in training and evaluation: casts around them would cost memory for nothing.
+    torch's own BatchNorms do, in training and evaluation. Casts around them would need memory without an effect.
     """
     return type(module).forward in _MIXED_FORWARDS and "forward" not in vars(module)
 
 
 _MIXED_FORWARDS: Final = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
-# A parametrization runs whenever its weight is read, wherever that is, and gives the weight's own type. Targets given
-# to a loss would be rounded: better that a loss with 16-bit weights says that they do not fit.
+# Modules whose forward is not patched. A parametrization runs wherever its weight is read, and returns the weight's
+# dtype. A loss would get rounded targets: for a loss with 16-bit weights torch's error about the dtypes is better.
 _CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)
 
 
 def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """List the methods of models, and of modules inside, that read weights without calling the module that has them.
+    """Yield the modules and names of methods that read weights without calling the module that has the weights.
 
     Args:
-        index: the models.
-        float32: modules whose weights stay float32.
+        index: the index of the models.
+        float32: the modules whose weights stay float32.
     """
     known: dict[tuple[type, frozenset[str]], list[str]] = {}
     for module in index.names:

@@ -1,4 +1,4 @@
-"""State dicts of initialised models: float32 at every level, the masters' bits where there are masters."""
+"""State dicts of initialised models: float32 at every level, with the masters' values."""
 
 import functools
 import weakref
@@ -28,20 +28,20 @@ _CONTAINERS: Final = (dict, list, tuple)
 
 
 class Float32State:
-    """The state-dict hooks of a session: they save float32 values, the masters' bits where there are masters.
+    """The state-dict hooks of a session, which save float32 values: those of masters, if there are masters.
 
-    Every module is hooked, so that a part's state dict is float32 as well, and every module that becomes a part of one
-    later. With ``keep_vars=True`` the caller wants the parameters themselves, which stay 16-bit.
+    Every module has the hooks, so that the state dict of a part is float32 too. A module that is added to one of them
+    later gets the hooks as well. With ``keep_vars=True`` the state dict has the 16-bit parameters themselves.
     """
 
     def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
         self._values: Float32Values | None = values
-        # The dict that the state dict at hand is put into, and the entries made for it by the id of their tensor.
+        # For the call of state_dict() that runs: its dict, and the id of a tensor -> the entry that was made for it.
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
         self._registrations: RemovableHandle | None = None
-        # Its negative is the key of the other hook: 0, of the first handle of a process, has none.
+        # A module has two hooks, with this key and its negative. 0 is not used, because it is its own negative.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
         self._outermost_load: object = None
@@ -56,7 +56,7 @@ class Float32State:
         self._hook(modules)
 
     def remove(self) -> None:
-        """Remove the hooks from every module that has them by now."""
+        """Remove the hooks from every module that has them."""
         if self._registrations is not None:
             self._registrations.remove()
         for_each(self._remove_from, list(self._modules))
@@ -66,15 +66,15 @@ class Float32State:
         self._modules.discard(module)
 
     def add_hooks(self, tree: nn.Module) -> None:
-        """Hook a module and everything below it, where it is not hooked yet."""
+        """Hook a module and its submodules, unless they are hooked already."""
         self._hook(modules_of(tree))
 
     def _hook(self, modules: Iterable[nn.Module]) -> None:
-        # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
+        # Straight into the dicts: torch's methods make a handle for each hook, which needs many times as long.
         key = self.key
         export, export_rest, after_load = (_as_hook(each) for each in (self.export, self.export_rest, self.after_load))
         added = [module for module in modules if key not in module._state_dict_hooks]
-        self._modules.update(added)  # first: interrupted here, they are found again
+        self._modules.update(added)  # first, so that remove() finds them after an interruption
         for module in added:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             # Before the user's own hooks, which then see float32 values as well.
@@ -94,7 +94,7 @@ class Float32State:
         self._made = {}
 
     def _entry(self, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-        """Make a float32 copy of a tensor, one for all of its names, as they share memory in torch's state dict."""
+        """Return the float32 copy of a tensor: one for all of its names, because in torch these share memory, too."""
         made = self._made.get(id(tensor))
         if made is None:
             if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
@@ -111,7 +111,7 @@ class Float32State:
         if self._destination is None or self._destination() is not state_dict:
             self._begin(state_dict)
         is_in_block = self._values is not None and self._values.masters.are_in_model
-        # Without calls for what can be seen here: a state dict of a large model passes some 100,000 tensors.
+        # Few calls per tensor: the state dict of a large model has some 100,000 tensors.
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 saved = state_dict.get(prefix + name)
@@ -123,7 +123,7 @@ class Float32State:
                     state_dict[prefix + name] = self._entry(tensor, saved)
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace 16-bit entries that modules or hooks saved themselves, after the outermost ``state_dict()``."""
+        """Replace 16-bit entries that modules or hooks have made themselves, after the outermost ``state_dict()``."""
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
@@ -147,12 +147,12 @@ class Float32State:
         self._destination, self._made = None, {}
 
     def _widened(self, saved: Any, owners: Mapping[int, torch.Tensor], keeps_variables: bool) -> Any:
-        """Return what a module saved in its own way, with float32 entries instead of the models' own 16-bit tensors.
+        """Replace the models' 16-bit tensors by float32 entries in an object that a module has saved itself.
 
         Args:
             saved: a tensor, or a dict, list or tuple of them.
-            owners: the models' 16-bit tensors by their memory.
-            keeps_variables: whether the models' own tensors are asked for.
+            owners: the address of a storage -> the model's 16-bit tensor with that storage.
+            keeps_variables: whether ``state_dict(keep_vars=True)`` was called.
         """
         if type(saved) is dict:
             parts = {key: self._widened(value, owners, keeps_variables) for key, value in saved.items()}
@@ -164,7 +164,7 @@ class Float32State:
             return saved
         owner = owners.get(storage_of(saved))
         if owner is None:
-            return saved  # inside a container: the module's own business
+            return saved  # a tensor of the module's own making in a container stays as it is
         if owner is saved:
             return saved if keeps_variables else self._entry(owner, saved)
         return same_view(saved, owner, self._entry)
@@ -175,7 +175,7 @@ class Float32State:
         """Keep the values that are about to be loaded into 16-bit tensors of one module."""
         if self._values is None:
             return
-        # One list collects the errors of one load_state_dict.
+        # torch passes one list of errors through all modules of a load_state_dict: a new list is a new call.
         if lists[-1] is not self._outermost_load:
             self._outermost_load = lists[-1]
             self._to_load.clear()
@@ -199,12 +199,12 @@ class Float32State:
             tensor = tensors.get(name)
             if tensor is None or self._values is None or tensor.shape != value.shape:
                 continue
-            # torch fills a partial state up with the tensors themselves; shards it may have written to before.
+            # The value is the tensor itself: torch completes a partial state with these. It may have written to shards.
             if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
                 continue
             if self._values.load(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
-        # The outermost module comes last, and warns for all.
+        # The outermost module is the last, and warns once for all modules.
         if not self._to_load:
             self._outermost_load = None
             names, self._rebuilt = self._rebuilt, []
@@ -217,7 +217,7 @@ class Float32State:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no masters: it exports its own weights.
+        # A copy has no masters: it saves its own weights.
         nothing = ("_values", "_originals", "_registrations", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
@@ -247,14 +247,14 @@ class _BeforeLoad(OfModule):
 def _add_hooks_to_new_part(
     known: weakref.ref[Float32State], key: int, module: nn.Module, name: str, part: nn.Module | None
 ) -> None:
-    """Hook a module that becomes a part of a hooked one: an adapter, a parametrization, a new head."""
+    """Hook a module that is added to a hooked one, such as an adapter, a parametrization or a new head."""
     state = known() if part is not None and key in module._state_dict_hooks else None
     if state is not None and part is not None:
         state.add_hooks(part)
 
 
 def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
-    """Return whether ``state_dict(keep_vars=True)`` was called, by the entries of a module that saves as torch does."""
+    """Return whether ``state_dict(keep_vars=True)`` was called: then an entry is the module's tensor itself."""
     for name, part in module.named_modules(prefix=prefix.rstrip(".")):
         if type(part)._save_to_state_dict is nn.Module._save_to_state_dict:
             for own, tensor in own_tensors(part):
@@ -265,7 +265,7 @@ def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str)
 
 
 def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
-    """Refer weakly to the dict of a state dict; None where a caller has given a plain dict, which cannot be."""
+    """Return a weak reference to a state dict; None for a plain ``dict``, which cannot have one."""
     try:
         return weakref.ref(state_dict)
     except TypeError:
@@ -273,14 +273,14 @@ def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
 
 
 def _as_hook(method: Callable[..., None], *first: Any) -> Any:
-    """Make a hook of a method and its first arguments: torch sets attributes on hooks, which methods do not allow."""
+    """Make a hook of a method and its first arguments: torch sets attributes on hooks, which a method refuses."""
     hook: Any = functools.partial(method, *first)
     hook._from_public_api = True
     return hook
 
 
 def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
-    """Refuse, before anything is loaded, ways of loading that replace 16-bit tensors by others."""
+    """Refuse, before anything is loaded, options of loading that replace 16-bit tensors by others."""
     assigns = metadata.get("assign_to_params_buffers")
     if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
         return

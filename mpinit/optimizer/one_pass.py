@@ -1,6 +1,7 @@
-"""Steps of SGD, Adam and AdamW by native code: one pass over memory, rounding of masters included.
+"""Steps of SGD, Adam and AdamW in native code: one pass over memory, which also rounds the masters.
 
-torch's operations are the specification: an option is stepped natively once a sample, in this process, had their bits.
+The results have the bits of torch's operations. Native code is used for a combination of options only after it has
+stepped a sample to the same bits in this process.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _has_same_bits: Final[dict[Any, bool]] = {}
 
 
 class NativeSteps:
-    """One optimizer's steps by native code."""
+    """The steps of one optimizer in native code."""
 
     def __init__(self, members: Members, states: EncodedStates | None) -> None:
         self._members = members
@@ -38,11 +39,11 @@ class NativeSteps:
         self._did_last: bool | None = None
         self._generation = -1
         self._group_of: dict[int, int] = {}
-        # The id of a list of weights -> the list, and the weights and masters of each of the optimizer's groups in it.
+        # The id of a list of weights -> the list, and for each of the optimizer's groups the weights and masters in it.
         self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
     def step(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
-        """Step those weights that have a gradient; return False where the optimizer has to, and nothing was done."""
+        """Step the weights that have a gradient; return False if native code cannot, and nothing was changed."""
         self._did_last = self._step(weights, masters)
         return self._did_last
 
@@ -72,7 +73,7 @@ class NativeSteps:
     def _groups_of(self, code: Any, weights: Sequence[nn.Parameter]) -> list[Any] | None:
         """Return the weights, masters and options of each of the optimizer's groups.
 
-        None where an option is not among those that native code knows.
+        None if native code does not support an option.
         """
         members, optimizer = self._members, self._members.optimizer
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
@@ -96,7 +97,7 @@ class NativeSteps:
             ids = [(id(p), place) for place, group in enumerate(groups) for p in group["params"]]
             self._group_of, self._columns, self._generation = dict(ids), {}, members.generation
             if len(self._group_of) < len(ids):
-                self._group_of = {}  # one that is there twice is stepped twice
+                self._group_of = {}  # a parameter is in the groups twice, and torch steps it twice: native code cannot
         if self._group_of and id(weights) not in self._columns:
             found: dict[int, tuple[list[Any], list[Any]]] = {}
             self._columns[id(weights)] = weights, found
@@ -108,13 +109,13 @@ class NativeSteps:
 
 
 def native_kind(optimizer: Any) -> str:
-    """Return the name of torch's optimizer as which native code can step this one; empty: of none."""
+    """Return the name of the torch optimizer whose step native code can do for this optimizer; "" if there is none."""
     kind = stepped_as(optimizer)
     return kind if kind in KINDS else ""
 
 
 def steps_with_other_bits(code: Any) -> list[str]:
-    """Return which steps of samples, with every kind, form and store, have other bits than torch's."""
+    """List the kinds, forms and masters for which native code steps a sample to other bits than torch."""
     found = []
     for kind in KINDS:
         for form in ("for-loop", "foreach", "fused"):
@@ -132,7 +133,7 @@ def steps_with_other_bits(code: Any) -> list[str]:
 
 
 def _options(kind: str, group: dict[str, Any]) -> _Options | None:
-    """Return a group's options as flags and numbers, in the order of native code; None where it lacks one."""
+    """Return a group's options as flags and numbers, in native code's order; None if it does not support one."""
     is_adam = kind != "SGD"
     betas = group["betas"] if is_adam else (0.0, 0.0)
     numbers = (

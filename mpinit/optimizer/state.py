@@ -1,4 +1,4 @@
-"""An optimizer's state: moved between a weight and its master, and cast with a parameter."""
+"""An optimizer's state: cast together with a parameter; and the optimizers that an optimizer wraps."""
 
 import functools
 import weakref
@@ -16,7 +16,7 @@ Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
 
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Optimizers held by one that wraps them, alone or in lists and dicts, and those that these wrap."""
+    """List the optimizers among an optimizer's attributes, also in lists and dicts, and those inside of these."""
     found: dict[Optimizer, None] = {}
     _collect(optimizer, found)
     found.pop(optimizer, None)
@@ -24,7 +24,7 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def with_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Optimizers, and all that they wrap."""
+    """List optimizers, and all that they wrap."""
     return [each for top in optimizers for each in (top, *wrapped_by(top))]
 
 
