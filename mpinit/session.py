@@ -130,6 +130,7 @@ class Session:
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()
+            push(casting.LaterTensors(self.models, index, plan.model_dtype, self.masters).widen)
         self.forwards, kept = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             known = weakref.ref(self)

@@ -9,9 +9,11 @@ from torch import nn
 
 from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
-from ..basics.modules import ModelIndex, modules_of
+from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
+from ..basics.weak_references import WeakIdSet
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
 from ..masters.law import restore_unchanged
+from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .precision_loss import warn_about_precision_loss
 from .selection import is_parameter
@@ -261,6 +263,48 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     here = original.detach().to(present.device)
     found = restore_unchanged(here, cast_within_range(here, present.dtype), present.detach())
     return original if found is here and original.device == present.device else found
+
+
+# -- tensors that come into a cast model later ------------------------------------------------------------------------
+
+
+class LaterTensors:
+    """The tensors of a 16-bit dtype that come into models after their casts, like cast weights: masks of pruning, say.
+
+    Without :meth:`widen` they would stay 16-bit in a float32 model, whose forward then fails.
+
+    Args:
+        models: the models.
+        index: their index before the casts.
+        dtype: the dtype that they are cast to.
+        masters: the masters of the models' weights.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], index: ModelIndex, dtype: torch.dtype, masters: Masters) -> None:
+        self._models = models
+        self._masters = masters
+        self._dtype = dtype
+        given = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
+        # By name, too: moving a model to a device replaces its buffers.
+        self._given_names = {name for name, _ in given}
+        self._given: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._given.update(tensor for _, tensor in given)
+
+    @torch.no_grad()
+    def widen(self) -> None:
+        """Make them float32. Call it after the undo of the casts; a weight that failed there still has a master."""
+        wide: dict[int, torch.Tensor] = {}
+        for path, module in [named for model in self._models for named in model.named_modules()]:
+            for name, tensor in own_tensors(module):
+                if tensor.dtype is not self._dtype or tensor in self._given or dotted(path, name) in self._given_names:
+                    continue
+                if self._masters.of(tensor) is not None:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    convert(tensor, torch.float32)
+                else:
+                    # The same one in all modules that share it.
+                    module._buffers[name] = wide.setdefault(id(tensor), tensor.float())
 
 
 # -- values out of range ----------------------------------------------------------------------------------------------
