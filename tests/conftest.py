@@ -12,6 +12,7 @@ import session_device
 import torch
 from casts import Initialize, StartCasts, o1_plan
 from torch import nn
+from undo_snapshots import end_dropped_sessions
 
 import mpinit
 from mpinit import functions, registry
@@ -69,6 +70,8 @@ def _quick_collector() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
+    if installation.INSTALLATION.original(torch, "log") is not torch.log:
+        end_dropped_sessions()
     torch.manual_seed(0)
     registered = list(installation.REGISTERED)
     yield
