@@ -40,7 +40,8 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
 
 
 def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
-    # Weakly: an object that was freed needs no undo, and its attribute may keep alive who has this undo.
+    # The reference is weak, because an object that was freed needs no undo, and because the attribute may keep the
+    # owner of this undo alive.
     before, known = vars(owner).get(name, _ABSENT), _reference(owner)
     is_ours = None if only is _ABSENT else _reference(only)
 

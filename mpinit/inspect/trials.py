@@ -26,24 +26,25 @@ from .overflow import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
 _ADVICE: Final = "let step(model, optimizer) use its arguments"
-# Steps that are done in a trial. What 16 bits spoil beyond single gradients shows in the losses of these.
+# How many steps a trial does. Faults that single gradients do not show are visible in the losses of several steps.
 STEPS: Final = 8
-# Skipped steps in which a dynamic scale comes down from 2**16 to the smallest that is of use.
+# After this many skipped steps a trial ends: a dynamic scale has then decreased from 2**16 to 2**-12.
 _MOST_SKIPS: Final = 28
 
 
 @dataclass
 class Trial:
-    """A trial's results; parameters are known by dotted names, gradients are unscaled and in float32.
+    """The results of a trial.
 
     Attributes:
         model: the copy that was trained.
-        damaged_buffers: those that a 16-bit type cannot hold.
-        losses: of each step that was done.
-        gradients: of the first step that was done; where none was, of the last.
-        skips: steps that were skipped before the first that was done, and after it.
-        scale: the loss scale at the first step that was done, or at the last; None where losses are not scaled.
-        watch: what was seen in the first step; None where nothing was watched.
+        damaged_buffers: the names of buffers whose numbers a 16-bit dtype cannot store.
+        losses: the losses of the steps that were not skipped.
+        gradients: parameter name -> unscaled float32 gradient of the first step that was not skipped. If all steps were
+            skipped, of the last one.
+        skips: the numbers of skipped steps before and after the first step that was not skipped.
+        scale: the loss scale at the first step that was not skipped, or else at the last; None without loss scaling.
+        watch: the record of operations of the first step; None if it was not watched.
         inputs: samples of the model's inputs in the first step.
         input_names: the names of the arguments with floating inputs.
     """
@@ -59,7 +60,7 @@ class Trial:
     input_names: list[str] = field(default_factory=list)
 
     def copy_gradients(self) -> None:
-        """Copy the gradients that a step is about to use, and may clear."""
+        """Copy the gradients before a step, which may clear them."""
         self.gradients.clear()
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
@@ -83,7 +84,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """The trials of one model: each is of fresh copies, and begins with the same random numbers."""
+    """The trials of one model. Each trains fresh copies, and begins with the same random numbers.
+
+    Attributes:
+        again: restores the random generators to the beginning of a trial.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -101,10 +106,9 @@ class Trials:
         """Train copies for a few steps.
 
         Args:
-            steps: how many are to be done.
-            watched: the 16-bit types whose rounding errors are weighed in the first step, which is watched; None:
-                nothing is watched.
-            rounded: a 16-bit type, and the names of the model's arguments that are rounded to it.
+            steps: the number of steps that are not skipped.
+            watched: watch the first step, and estimate the rounding errors of these 16-bit dtypes; None: do not watch.
+            rounded: a 16-bit dtype, and the names of the model's arguments that are rounded to it.
 
         Raises:
             ValueError: the step does not use its arguments.
@@ -114,7 +118,7 @@ class Trials:
         twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
         trial = Trial(clone)
-        # The limit of skips is the trial's own.
+        # Above the trial's own limit of skips, so that no step raises.
         words = {**keywords, "max_consecutive_skips": _MOST_SKIPS + STEPS}
         with _quiet(), CastsOff(), at_level([clone], [twin], *resolve(level, words)) as session:
             trial.damaged_buffers = _damaged(before, dict(clone.named_buffers()))
@@ -157,10 +161,10 @@ class _Training:
                 if sum(trial.skips) >= _MOST_SKIPS or not can_help:
                     break
                 if not trial.losses:
-                    self.trials.again()  # the first step that is done begins with the numbers that every trial has
+                    self.trials.again()  # the first step that is not skipped has the same random numbers in every trial
                 continue
             if not trial.gradients:
-                trial.copy_gradients()  # of an optimizer that evaluates the loss itself
+                trial.copy_gradients()  # an optimizer with a closure has computed them inside its step
             trial.losses.append(loss)
             if not was_stepped or not math.isfinite(loss):
                 break
@@ -169,7 +173,7 @@ class _Training:
         return self.session.managed.find(self.optimizer).skips.counter.read().skipped
 
     def _count_steps(self) -> None:
-        """Count the steps that the user's function does, and copy the gradients of the first that is not skipped."""
+        """Count the steps that the user's function calls, and copy the gradients of the first that is not skipped."""
         step = self.optimizer.step
 
         def counted(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +182,7 @@ class _Training:
                 self.trial.copy_gradients()
             return step(*args, **kwargs)
 
-        # Bound, as schedulers want it.
+        # A bound method, because schedulers read step.__func__.
         vars(self.optimizer)["step"] = types.MethodType(counted, self.optimizer)
 
     def _one(self) -> tuple[float, bool]:
@@ -208,9 +212,9 @@ class _Training:
 
 
 def _on_inputs(model: nn.Module, trial: Trial, rounded: tuple[torch.dtype, Sequence[str]] | None) -> Callable[[], None]:
-    """Record what a model is called with, rounded where that is asked for; the result ends it."""
+    """Record the inputs of a model's calls, and round some of them; return the function that ends this."""
     names = ArgumentNames(model.forward)
-    if isinstance(model, torch.jit.ScriptModule):  # takes no hooks of its own
+    if isinstance(model, torch.jit.ScriptModule):  # it cannot have Python hooks
         trial.inputs = []
         return lambda: None
 
@@ -234,7 +238,7 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what mpinit says of the copies from the user: skipped steps belong to a trial."""
+    """Suppress log lines and warnings about the copies: skipped steps of a trial do not concern the user."""
     was_disabled, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
@@ -245,7 +249,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of buffers that a 16-bit type cannot hold: one of its numbers is off by more than a hundredth."""
+    """List buffers that a cast to 16 bits has damaged: a number differs by more than a hundredth of itself."""
     cast = {name: buffer for name, buffer in after.items() if name in before and is_lower_precision(buffer.dtype)}
     return [
         name

@@ -1,7 +1,8 @@
-"""Buffers and frozen parameters that a model's forwards write to: state that the model keeps for itself.
+"""State of a model: buffers and frozen parameters that its forwards write to.
 
 Counters, running means, biases of routers, codebooks and momentum encoders are updated in place, a little at a time. In
-16 bits such an update is rounded away: a counter stops at 256 in bfloat16. Forwards of some steps are watched for it.
+16 bits such an update is rounded away: a counter stops at 256 in bfloat16. To find these tensors, the forwards before
+some of the steps are watched for in-place writes.
 """
 
 import weakref
@@ -31,7 +32,7 @@ _LAST_STEP: Final = 4096 + 512
 
 
 def is_watched(step: int) -> bool:
-    """Return whether the forwards before a step are watched: of each 2**n steps an eighth, from step 2**n on."""
+    """Return whether the forwards before a step are watched: from step 2**n on, the next 2**n / 8 steps are."""
     power: int = 1 << (step.bit_length() - 1)
     return step <= _LAST_STEP and step - power <= power // 8
 
@@ -41,8 +42,10 @@ class Place:
     """A place of a tensor in a module.
 
     Attributes:
-        owner: refers weakly to the module, which keeps its session alive.
-        name: its dotted name in the models.
+        owner: a weak reference to the module, because the module keeps its session alive.
+        tensors, own_name: the module's dict of parameters or buffers, and the tensor's name in it.
+        name: the tensor's dotted name in the models.
+        is_buffer: whether the tensor is a buffer; otherwise it is a frozen parameter.
     """
 
     owner: weakref.ref[nn.Module]
@@ -67,13 +70,13 @@ class WrittenState:
     """The state that forwards were seen to write to.
 
     Attributes:
-        places: where 16-bit buffers and frozen parameters are.
-        written: names of places whose tensors a forward has written to.
-        losing: names of those whose last write was a small change, which 16 bits round away.
+        places: the places of 16-bit buffers and frozen parameters.
+        written: the names of places whose tensors a forward has written to.
+        losing: the names of those whose last write was a small change, as 16 bits round away.
         is_watching: whether forwards are watched at the moment.
         watched: how many forwards were watched.
-        ran_eagerly: whether a forward ran since the last step that was not compiled.
-        versions: by name the id and the version that a tensor had at the last step.
+        ran_eagerly: whether a forward that was not compiled ran since the last step.
+        versions: name -> the id and the version of the tensor at the last step.
     """
 
     places: list[Place]
@@ -87,7 +90,7 @@ class WrittenState:
     def end_of_iteration(self) -> None:
         """Find writes of compiled forwards, which cannot be watched, by the versions since the last step.
 
-        DistributedDataParallel writes to all buffers, so that on several ranks nothing is found.
+        In a process group nothing is found this way, because DistributedDataParallel writes to all buffers.
         """
         now = {place.name: (id(t), _version(t)) for place in self.places if (t := place.present()) is not None}
         if self.is_watching and not (self.ran_eagerly or is_distributed()):
@@ -150,7 +153,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def warn_of_writes(names: Iterable[str]) -> None:
-    """Warn of state that is written to in 16 bits."""
+    """Warn of state that forwards write to in 16 bits."""
     listed = list(names)
     entries = ", ".join(map(repr, listed))
     if listed:
@@ -166,8 +169,8 @@ def find_places(
 ) -> list[Place]:
     """Find the buffers and frozen parameters that are 16-bit, or are inside of forwards.
 
-    BatchNorm is left out, which ``keep_batchnorm_fp32`` decides on, and so are the vectors of spectral norms, which
-    are computed anew from the weight in every forward.
+    BatchNorm's buffers are not among them, because ``keep_batchnorm_fp32`` decides about them. Neither are the vectors
+    of spectral norms, which are computed from the weight in every forward.
     """
     float32 = set(kept)
     places = []

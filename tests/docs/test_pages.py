@@ -398,7 +398,7 @@ def test_the_picture_of_masters_is_as_new_as_its_data(figures: dict[str, Any]) -
 FIGURES = {
     "levels": DOCS / "explanation/levels.md",
     "audited": DOCS / "how-to/see-precision.md",
-    "served": DOCS / "explanation/train-what-you-serve.md",
+    "served": DOCS / "explanation/training-and-serving.md",
     "skipping": DOCS / "explanation/loss-scaling.md",
     "diagnosed": DOCS / "how-to/diagnose.md",
     "worth": DOCS / "explanation/masters.md",
