@@ -269,14 +269,14 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
 
 
 class LaterTensors:
-    """The tensors of a 16-bit dtype that come into models after their casts, like cast weights: masks of pruning, say.
+    """The 16-bit tensors that were added to models after their casts, such as the masks of pruning.
 
-    Without :meth:`widen` they would stay 16-bit in a float32 model, whose forward then fails.
+    Without :meth:`widen` they would stay 16-bit after the undo, in a float32 model, whose forward then fails.
 
     Args:
         models: the models.
-        index: their index before the casts.
-        dtype: the dtype that they are cast to.
+        index: the index of the models before the casts.
+        dtype: the dtype that the models are cast to.
         masters: the masters of the models' weights.
     """
 
@@ -284,26 +284,30 @@ class LaterTensors:
         self._models = models
         self._masters = masters
         self._dtype = dtype
-        given = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
-        # By name, too: moving a model to a device replaces its buffers.
-        self._given_names = {name for name, _ in given}
-        self._given: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._given.update(tensor for _, tensor in given)
+        # Tensors that had this dtype before initialize, also by name: moving a model to a device replaces its buffers.
+        before = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
+        self._names_before = {name for name, _ in before}
+        self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._before.update(tensor for _, tensor in before)
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Make them float32. Call it after the undo of the casts; a weight that failed there still has a master."""
+        """Make these tensors float32, after the undo of the casts; a weight whose undo failed still has a master."""
         wide: dict[int, torch.Tensor] = {}
         for path, module in [named for model in self._models for named in model.named_modules()]:
             for name, tensor in own_tensors(module):
-                if tensor.dtype is not self._dtype or tensor in self._given or dotted(path, name) in self._given_names:
+                if (
+                    tensor.dtype is not self._dtype
+                    or tensor in self._before
+                    or dotted(path, name) in self._names_before
+                ):
                     continue
                 if self._masters.of(tensor) is not None:
                     continue
                 if isinstance(tensor, nn.Parameter):
                     convert(tensor, torch.float32)
                 else:
-                    # The same one in all modules that share it.
+                    # Modules that share a buffer share the float32 one.
                     module._buffers[name] = wide.setdefault(id(tensor), tensor.float())
 
 
