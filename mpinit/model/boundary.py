@@ -18,7 +18,7 @@ from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may
 from ..basics.logs import log, warn_user
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
-from ..distributed.sharding import is_distributed, replaced_since
+from ..distributed.sharding import is_distributed, is_sharded, replaced_since
 from ..masters.split import SplitMasters
 from ..plan import KeepInputPredicate
 from ..torch_internals.emulation import slowdown
@@ -145,7 +145,10 @@ class ForwardGuard:
 
     def _warn_of_new_parameters(self) -> None:
         """Warn where a parameter replaces one that an optimizer steps, and is in no optimizer."""
-        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        if any(map(is_sharded, parameters)):
+            return  # in a forward FSDP2 has gathered them into others
+        stepped = set(map(id, parameters))
         named = [each for model in self.models for each in model.named_parameters()]
         gone = (stepped & self.initial).difference(id(parameter) for _, parameter in named)
         new = [name for name, p in named if p.requires_grad and id(p) not in stepped | self.initial] if gone else []
