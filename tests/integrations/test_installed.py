@@ -89,3 +89,10 @@ def test_make_installs_torch_and_torchvision_from_one_index_in_one_command(tmp_p
     assert installs and all('"torch==' in line for line in installs)
     assert f'--index-url "{index}"' in installs[0], "before anything that depends on torchvision"
     assert "--index-url" not in installs[-1] and "--editable" in installs[-1]
+
+
+@pytest.mark.parametrize("statement", ["import mpinit.integrations.timm", "from mpinit.integrations import timm"])
+def test_the_integration_that_is_gone_answers_with_its_recipe(statement: str) -> None:
+    with pytest.raises(ImportError, match=r"loss_scale=1.0.*NativeScaler\(device=.*clip_grad=1.0") as caught:
+        exec(statement)
+    assert "mpinit.integrations.timm was removed" in str(caught.value)

@@ -18,7 +18,7 @@ from mpinit.integrations.transformers import enable
 PAGE = ROOT / "docs" / "how-to" / "recipes.md"
 RECIPES = {snippet.mark: snippet for snippet in snippets(PAGE)}
 NEEDED = {"trl": ("peft",), "sentence_transformers": ("datasets",)}
-CLASSIFIERS = ("ignite", "mmengine", "fastai")
+CLASSIFIERS = ("ignite", "mmengine", "fastai", "skorch")
 # What libraries say of each other and of torch; mpinit's own warnings are errors, as everywhere.
 THEIRS = ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")
 IGNORED = (*(f"ignore::{kind}" for kind in THEIRS), "ignore:'pin_memory' argument is set as true:UserWarning")
@@ -36,7 +36,7 @@ def run(library: str, folder: Path) -> dict[str, Any]:
 
 
 def test_every_block_has_a_library() -> None:
-    assert len(RECIPES) == blocks(PAGE) == 7
+    assert len(RECIPES) == blocks(PAGE) == 10
 
 
 @pytest.mark.parametrize("library", CLASSIFIERS)
@@ -52,6 +52,31 @@ def test_a_classifier_has_the_bits_of_a_loop_by_hand(library: str, tmp_path: Pat
     assert next(model.parameters()).dtype is torch.float16
     assert {value.dtype for value in mine.state_dict().values()} == {torch.float32}
     same(model.state_dict().values(), mine.state_dict().values())
+
+
+def test_ema_pytorch_averages_float32_masters(tmp_path: Path) -> None:
+    names = run("ema_pytorch", tmp_path / "there")
+    by_hand = names_of("ema_pytorch", tmp_path)
+    model, optimizer = by_hand["model"], by_hand["optimizer"]
+    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    expected: list[torch.Tensor] = []
+    for number, (x, y) in enumerate(by_hand["loader"]):
+        iterate(cross_entropy(model(x), y), optimizer)
+        values = [value.clone() for value in model.state_dict().values()]
+        weight = (1 + number) ** (-2 / 3)  # as EMA begins: the first update copies
+        means = expected or values
+        expected = [mean + weight * (value - mean) for mean, value in zip(means, values, strict=True)]
+    average = names["average"].ema_model.state_dict().values()
+    assert {value.dtype for value in average} == {torch.float32}
+    for mean, value in zip(expected, average, strict=True):
+        torch.testing.assert_close(value, mean, atol=1e-6, rtol=1e-5)
+
+
+def test_a_policy_of_stable_baselines_learns(tmp_path: Path) -> None:
+    agent = run("stable_baselines3", tmp_path / "there")["agent"]
+    assert {p.dtype for p in agent.policy.parameters()} == {torch.bfloat16}
+    assert mpinit.step_counts(agent.policy.optimizer)[0] > 0
+    assert all(value.isfinite().all() for value in agent.policy.state_dict().values())
 
 
 def test_diffusers_trains_averages_and_saves_float32(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ PACKAGE = Path(mpinit.__file__).parent
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
-NOT_IMPORTED = ("mpinit.__main__",)
+NOT_IMPORTED = ("mpinit.__main__", "mpinit.integrations.timm")
 
 
 def classes() -> Iterator[type]:

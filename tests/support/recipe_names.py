@@ -112,6 +112,20 @@ def _mmengine(folder: Path) -> dict[str, Any]:
     }
 
 
+def _skorch(folder: Path) -> dict[str, Any]:
+    model, _, data = images()
+    inputs, targets = (torch.stack(values).numpy() for values in zip(*data, strict=True))
+    return {"model": model, "inputs": inputs, "targets": targets}
+
+
+def _ema_pytorch(folder: Path) -> dict[str, Any]:
+    return _ignite(folder)
+
+
+def _stable_baselines3(folder: Path) -> dict[str, Any]:
+    return {}
+
+
 def _fastai(folder: Path) -> dict[str, Any]:
     import fastai.callback.progress  # patches Learner
     from fastai.data.core import DataLoaders
