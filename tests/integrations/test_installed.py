@@ -1,5 +1,6 @@
 """Frameworks that are installed can be imported: no test of one is skipped because of a broken installation."""
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -96,3 +97,25 @@ def test_the_integration_that_is_gone_answers_with_its_recipe(statement: str) ->
     with pytest.raises(ImportError, match=r"loss_scale=1.0.*NativeScaler\(device=.*clip_grad=1.0") as caught:
         exec(statement)
     assert "mpinit.integrations.timm was removed" in str(caught.value)
+
+
+ROWS = re.findall(
+    r"^\| ([\w-]+) \| (\d[\w.]*) \|$", (ROOT / "docs" / "how-to" / "frameworks.md").read_text(encoding="utf-8"), re.M
+)
+
+
+def test_every_framework_has_a_row_in_the_table_of_versions() -> None:
+    assert sorted(name for name, _ in ROWS) == NAMES
+
+
+@pytest.mark.parametrize(("name", "version"), ROWS)
+def test_no_row_claims_a_newer_version_than_is_installed(name: str, version: str) -> None:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed")
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text.partition("+")[0])]
+
+    assert numbers(version) <= numbers(found)
