@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Final
 
 import torch
@@ -78,7 +77,7 @@ class Part:
             if was_written and weight.grad is not None:
                 weight.grad.copy_(before)
         self.set_to, self.versions = None, ()
-        set_grads(self.inner, repeat(None))
+        set_grads(self.inner, [None] * len(self.inner))
 
     def write(self) -> None:
         """Round the masters into their weights."""

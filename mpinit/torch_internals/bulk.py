@@ -102,8 +102,11 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
     return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))
 
 
-def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
+def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``."""
+    code = native()
+    if code is not None and code.set_grads(tensors, grads):
+        return
     consume(map(setattr, tensors, repeat("grad"), grads))
 
 

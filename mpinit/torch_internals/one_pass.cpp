@@ -917,6 +917,37 @@ PyObject* grads_are(PyObject*, PyObject* args) {
   });
 }
 
+// set_grads(tensors, grads): sets each tensor's grad, None among them; two lists. False, with nothing set, where a tensor
+// or its grad is of a subclass, or the two differ in dtype, device or shape: torch's own setter has an error for that.
+PyObject* set_grads(PyObject*, PyObject* args) {
+  PyObject *tensors, *grads;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &grads)) return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  if (PyList_GET_SIZE(grads) != count) Py_RETURN_FALSE;
+  const auto is_plain = [](PyObject* item) {
+    return Py_TYPE(item) == (PyTypeObject*)ParameterClass || THPVariable_CheckExact(item);
+  };
+  return guarded([&]() -> PyObject* {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject *item = PyList_GET_ITEM(tensors, i), *grad = PyList_GET_ITEM(grads, i);
+      if (!is_plain(item)) Py_RETURN_FALSE;
+      if (grad == Py_None) continue;
+      if (!is_plain(grad) || grad == item) Py_RETURN_FALSE;
+      const at::Tensor &tensor = THPVariable_Unpack(item), &its = THPVariable_Unpack(grad);
+      const bool fits = its.layout() == at::kStrided && tensor.layout() == at::kStrided &&
+                        its.scalar_type() == tensor.scalar_type() && its.device() == tensor.device() &&
+                        its.sizes() == tensor.sizes();
+      if (!fits) Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* grad = PyList_GET_ITEM(grads, i);
+      at::Tensor tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, i));
+      tensor.mutable_grad() = grad == Py_None ? at::Tensor() : THPVariable_Unpack(grad);
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
 // are_plain(gradients): whether each is a torch.Tensor itself, dense, float32, and on the CPU or meta; None is not.
 PyObject* are_plain(PyObject*, PyObject* given) {
   if (!PyList_Check(given)) Py_RETURN_NONE;
@@ -936,6 +967,7 @@ PyObject* are_plain(PyObject*, PyObject* given) {
 PyMethodDef methods[] = {
     {"are_plain", are_plain, METH_O, nullptr},
     {"grads_are", grads_are, METH_VARARGS, nullptr},
+    {"set_grads", set_grads, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},
     {"casts", casts, METH_VARARGS, nullptr},

@@ -90,7 +90,18 @@ def two(make: Make = AdamW, state: str = "float32", weights: Any = list, **more:
     return Training(make, state, weights(), **more), Training(make, state, weights(), **more)
 
 
-FUNCTIONS = ("encode", "decode", "round", "are_finite", "versions", "are_as_seen", "casts", "grads_are", "are_plain")
+FUNCTIONS = (
+    "encode",
+    "decode",
+    "round",
+    "are_finite",
+    "versions",
+    "are_as_seen",
+    "casts",
+    "grads_are",
+    "set_grads",
+    "are_plain",
+)
 
 
 def counting(native: Any) -> tuple[Any, list[int]]:
@@ -150,6 +161,36 @@ def test_native_code_finds_the_same_gradients_changed(monkeypatch: pytest.Monkey
         found = [changed_grads(weights, expected) for expected in others]
         assert found[0] is None
         assert all(now is not None and all(map(operator.is_, now, gradients)) for now in found[1:])
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.parametrize("code", [False, True])
+def test_native_code_sets_the_same_gradients(monkeypatch: pytest.MonkeyPatch, native: Any, code: bool) -> None:
+    use(monkeypatch, native if code else None)
+    weights: list[Any] = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    gradients: list[Any] = [torch.ones(2), None, torch.zeros(2)]
+    set_grads(weights, gradients)
+    assert all(weight.grad is gradient for weight, gradient in zip(weights, gradients, strict=True))
+    # torch's setter has the word where a gradient does not fit, or is of another class.
+    before = gradients
+    for odd in (torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2, device="meta"), weights[0]):
+        with pytest.raises((RuntimeError, TypeError)):
+            set_grads(weights, [odd, None, None])
+        assert all(weight.grad is gradient for weight, gradient in zip(weights, before, strict=True))
+    marked = torch.ones(2).as_subclass(Marked)
+    set_grads(weights, [marked, None, None])
+    assert weights[0].grad is marked and weights[1].grad is weights[2].grad is None
+    weights[0].grad_dtype = None
+    wide = torch.ones(2, dtype=torch.float64)
+    set_grads(weights, [wide, None, None])
+    assert weights[0].grad is wide
+    set_grads(weights, [None] * 3)
+    assert not any(weight.grad is not None for weight in weights)
+    weights[0].sum().backward()
+    assert torch.equal(weights[0].grad, torch.ones(2))
 
 
 FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
