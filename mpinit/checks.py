@@ -299,6 +299,9 @@ def _check_not_replaced(index: ModelIndex, optimizers: Sequence[Optimizer]) -> N
 
 def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     """Validate ``process_group``; refuse shards among which overflow cannot be agreed on without one."""
+    # Before anything that differs by rank, because it is a collective. Without groups it sends nothing.
+    meshes = meshes_of([parameter for _, parameter in index.parameters]) if is_distributed() else []
+    reached = reach_of(groups_of(meshes)) if meshes else 0
     if group is not None:
         if not is_distributed():
             raise ValueError(
@@ -306,10 +309,9 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
             )
         if not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
-    elif (plan.scaling.dynamic or plan.properties.skip_nonfinite) and is_distributed():
-        meshes = meshes_of([parameter for _, parameter in index.parameters])
-        world, reached = torch.distributed.get_world_size(), reach_of(groups_of(meshes))
-        if meshes and reached < world:
+    elif (plan.scaling.dynamic or plan.properties.skip_nonfinite) and meshes:
+        world = torch.distributed.get_world_size()
+        if reached < world:
             raise ValueError(
                 f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss scale or "
                 "skip_nonfinite=True all ranks that train one model have to skip the same steps: give process_group="

@@ -41,7 +41,7 @@ MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @ranks(
     2,
-    *[("ddp", "scale"), ("fsdp", "level"), ("group", "kind")],
+    *[("ddp", "scale"), ("fsdp", "level"), ("fsdp", "kind"), ("group", "kind")],
     long=[(engine, case) for engine in ("ddp", "fsdp", "group") for case in MIXED],
 )
 def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case: str) -> None:
