@@ -350,7 +350,7 @@ def test_modules_that_transformers_lists_stay_float32(
     assert model.shared.weight.dtype is {"O1": torch.float32, "O2": torch.float16, "O5": torch.bfloat16}[level]
     assert any("as the library lists them: encoder.block.0" in record.message for record in caplog.records) is kept
     expected = trained("t5", tmp_path, None, max_steps=2).evaluate()["eval_loss"]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=2e-3)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=2**-7)  # a bfloat16 loss
 
 
 def test_lists_of_parts_and_strict_ones_count() -> None:
