@@ -69,7 +69,7 @@ def _names(boundary: Boundary, module: nn.Module) -> dict[nn.Module, str]:
 
 
 class _Calls(threading.local):
-    """How many of this thread's running calls are of methods that were called from outside."""
+    """The number of this thread's running calls of methods that were called from outside of every forward."""
 
     depth = 0
 

@@ -139,7 +139,7 @@ def test_a_compiled_method_is_one_graph() -> None:
 
 
 def policy(self: Any, x: Tensor) -> Tensor:
-    """What SB3's policies do: their preprocessing makes float32."""
+    """A policy like Stable-Baselines3's, whose preprocessing makes float32 tensors."""
     return self.head(self.body(x.float()))
 
 
