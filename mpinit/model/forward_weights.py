@@ -149,6 +149,8 @@ class _Thread(threading.local):
 
 # Reentrant: a signal handler that saves a checkpoint may run while its own thread holds the lock.
 _lock: Final = threading.RLock()
+# Notified when a forward has put the parameters back.
+_has_ended: Final = threading.Condition(_lock)
 # The casts of running forwards, in all threads.
 ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
@@ -199,10 +201,10 @@ class ForwardWeights(OfModule):
         active: _ActiveCasts | None = None
         shared: list[_ActiveCasts] = []
         try:
-            if ACTIVE_CASTS:
-                self._wait_for_ends()
             with _lock:  # inside, no other thread puts casts into these modules
-                shared = self._share() if ACTIVE_CASTS else shared
+                if ACTIVE_CASTS:
+                    self._wait_for_ends()
+                    shared = self._share()
                 active = self._new_casts()
                 _thread.entered.update(active.entered)
                 ACTIVE_CASTS.update(dict.fromkeys(active.modules, active))
@@ -223,9 +225,16 @@ class ForwardWeights(OfModule):
                 _end(active)
 
     def _wait_for_ends(self) -> None:
-        """Wait for forwards of other threads that have ended, but have not put the parameters back yet."""
+        """Wait for forwards of other threads that have ended, but have not put the parameters back yet.
+
+        The lock is released while this waits, and held again when it returns.
+        """
         modules = [module for module in self._modules() if module not in _thread.entered]
-        _wait(lambda: any(each.users == 0 for each in map(ACTIVE_CASTS.get, modules) if each is not None))
+
+        def none_is_ending() -> bool:
+            return all(each.users > 0 for each in map(ACTIVE_CASTS.get, modules) if each is not None)
+
+        _has_ended.wait_for(none_is_ending, _LONGEST_WAIT)
 
     def _share(self) -> list[_ActiveCasts]:
         """Use the casts of forwards that run in other threads, and count their modules as entered.
@@ -326,6 +335,7 @@ def _end(active: _ActiveCasts) -> None:
                 for module in active.modules:
                     if ACTIVE_CASTS.get(module) is active:  # not where another thread's forward was refused
                         del ACTIVE_CASTS[module]
+                _has_ended.notify_all()
 
 
 def renew_casts() -> None:
