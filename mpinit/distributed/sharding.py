@@ -117,6 +117,21 @@ def groups_of_fsdp(modules: Collection[nn.Module]) -> list[Any]:
     return groups
 
 
+def model_parameters(models: Sequence[nn.Module]) -> dict[nn.Parameter, None]:
+    """Return the models' parameters, each once; for a parameter that FSDP has gathered at the moment, its shard.
+
+    FSDP may keep parameters gathered from a forward until the backward pass has ended. Until then the modules hold
+    other parameters than the optimizer, and the unreduced gradients are in these.
+    """
+    found = dict.fromkeys(parameter for model in models for parameter in model.parameters())
+    if not is_distributed():
+        return found
+    groups = groups_of_fsdp([module for model in models for module in model.modules()])
+    entries = [entry for group in groups for entry in group.fsdp_params if hasattr(entry, "_unsharded_param")]
+    shards = {id(entry._unsharded_param): entry.sharded_param for entry in entries}
+    return dict.fromkeys(shards.get(id(parameter), parameter) for parameter in found)
+
+
 def unreduced_gradients(groups: Iterable[Any]) -> list[torch.Tensor]:
     """List the gradients that FSDP keeps for a later reduction: whole ones, and sums over a part of the ranks."""
     found: list[torch.Tensor | None] = []
@@ -124,7 +139,8 @@ def unreduced_gradients(groups: Iterable[Any]) -> list[torch.Tensor]:
         found.append(group._partial_reduce_output)
         for entry in group.fsdp_params:
             found += (entry.unsharded_accumulated_grad, getattr(getattr(entry, "_unsharded_param", None), "grad", None))
-    return [local(each) for each in found if each is not None]
+    # In torch 2.15 unsharded_accumulated_grad is _unsharded_param.grad itself: each gradient is listed once.
+    return [local(each) for each in {id(each): each for each in found if each is not None}.values()]
 
 
 def reshard(modules: Collection[nn.Module]) -> bool:

@@ -18,7 +18,7 @@ from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may
 from ..basics.logs import log, warn_user
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
-from ..distributed.sharding import is_distributed, is_sharded, replaced_since
+from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from ..masters.split import SplitMasters
 from ..plan import KeepInputPredicate
 from ..torch_internals.emulation import slowdown
@@ -173,7 +173,7 @@ class ForwardGuard:
 
     def parameters(self) -> dict[nn.Parameter, None]:
         """Return the models' parameters, each once."""
-        return dict.fromkeys(parameter for model in self.models for parameter in model.parameters())
+        return model_parameters(self.models)
 
 
 class Boundary:

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
-from ..distributed.sharding import is_distributed
+from ..distributed.sharding import is_distributed, model_parameters
 from ..masters.masters import IN_FLOAT32, Masters
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
 from .gradient_state import cleared
@@ -45,9 +44,9 @@ class Initialized:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the models' parameters."""
-        return chain.from_iterable(model.parameters() for model in self.models)
+    def parameters(self) -> dict[nn.Parameter, None]:
+        """Return the models' parameters, each once."""
+        return model_parameters(self.models)
 
 
 class ManagedOptimizers:
@@ -167,7 +166,7 @@ class ManagedOptimizers:
     def awaited_weights(self) -> list[nn.Parameter]:
         """List the models' trainable parameters that no optimizer has yet; empty if no optimizer is awaited."""
         stepped = {id(p) for p in parameters_of([*self._managed])}
-        weights = dict.fromkeys(self.initialized.parameters()) if self.awaits else ()
+        weights = self.initialized.parameters() if self.awaits else ()
         return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
     def drop_unclaimed_masters(self) -> None:
@@ -189,7 +188,7 @@ class ManagedOptimizers:
         (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members])
         if unowned is None or known != key:
             stepped = {id(weight) for members in self.shared.members for weight in members.weights}
-            weights = [p for p in dict.fromkeys(self.initialized.parameters()) if id(p) not in stepped]
+            weights = [p for p in self.initialized.parameters() if id(p) not in stepped]
             before, unowned = unowned, Gradients(weights, self.shared.values.masters)
             if before is not None:
                 unowned.adopt(before)
