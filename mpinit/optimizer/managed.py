@@ -184,8 +184,10 @@ class ManagedOptimizer:
         # Hooks are the user's code: they run once per step, also if it has several parts, with weights in the groups.
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
-        if decision is Decision.RUN and self.checks.hooks_spoiled():
-            return self._skip()
+        if decision in (Decision.RUN, Decision.IN_KERNEL):
+            if self.checks.hooks_spoiled():
+                return self._skip()
+            decision = Decision.IN_KERNEL if self.checks.skips_in_kernel() else Decision.RUN
         with hooks:
             self.members.sync_groups()
             result = self._run(decision, *args, **kwargs)
