@@ -96,7 +96,7 @@ def test_gradients_of_inputs_flow_through_the_clamp() -> None:
     assert torch.equal(x.grad, torch.tensor([2.0, 0.0]))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("how", ["compiled", "vmap", "traced", "inference"])
 def test_without_reading_numbers_the_clamp_is_the_same(how: str) -> None:
     torch.manual_seed(0)
