@@ -1,9 +1,9 @@
 """The cast policy, as data: the dtype that each function runs in, its names, and the devices with native support.
 
-The rows start from PyTorch's CUDA autocast lists. A device in a row's ``native`` follows the row by torch's own
-autocast. On every other device the names in ``wraps`` are replaced by wrappers. The names in ``reaches`` need no
-wrapper: their Python bodies call a wrapped name, or a kernel that autocast covers. To add a function, add a row here
-and one in ``tests/support/cast_samples.py``.
+The rows start from PyTorch's CUDA autocast lists. On the devices in a row's ``native``, torch's own autocast makes the
+casts. On every other device the names in ``wraps`` are replaced by wrappers. The names in ``reaches`` need no wrapper:
+their Python bodies call a wrapped name, or a kernel that autocast covers. To add a function, add a row here and one in
+``tests/support/cast_samples.py``.
 """
 
 import enum
@@ -20,7 +20,7 @@ class Cast(enum.Enum):
         LOWER_PRECISION: cast to the 16-bit dtype.
         FP32: cast 16-bit arguments to float32.
         PROMOTE: cast to the widest dtype among them.
-        BANNED: refuse float16 arguments; run others in float32.
+        BANNED: raise for float16 arguments, unless ``allow_banned`` is set; run in float32.
         REFUSED: an in-place function whose float32 result does not fit its 16-bit tensor; it raises.
     """
 

@@ -18,7 +18,8 @@ Function = Callable[..., Any]
 
 _CASTABLE: Final = (torch.float32, *LOWER_PRECISION)
 _CONTAINERS: Final = (list, tuple)
-_OWNER_PARAMETERS: Final = ("self", "cls", "ctx")
+# First parameters of functions that are passed by Python or autograd, not by the caller.
+_IMPLICIT_PARAMETERS: Final = ("self", "cls", "ctx")
 
 
 def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
@@ -27,13 +28,13 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
     for device in devices:
         outer = _for_device(row, name, wrapped, body, device)
-        # Flags are switched off in the innermost body only. Further out, the wrapper of the next device would find its
-        # flag off and cast nothing.
+        # With casts_off, only the innermost call switches the flags off. If an outer wrapper did that, the wrapper of
+        # the next device would find its flag off and cast nothing.
         body = _for_device(row, name, body, body, device) if row.casts_off else outer
         wrapped = outer
         if row.cast is Cast.BANNED and not allow_banned:
             wrapped = _banned(row.name, wrapped, device)
-    return _named(wrapped, original, name) if devices else wrapped
+    return _renamed(wrapped, original, name) if devices else wrapped
 
 
 def _traceable_method(original: Function, name: str) -> Function:
@@ -52,9 +53,13 @@ def _traceable_method(original: Function, name: str) -> Function:
     return call
 
 
-def _named(function: Function, original: Function, name: str) -> Function:
+def _renamed(function: Function, original: Function, name: str) -> Function:
+    """Set the name of a wrapper to ``name``.
+
+    pickle finds a function by its ``__module__`` and ``__qualname__``. A builtin's own may name a C module, where the
+    wrapper is not.
+    """
     functools.update_wrapper(function, original)
-    # Pickle finds a function by these two. Those of a builtin name its place in C, not the wrapper's namespace.
     owner, _, function.__name__ = name.rpartition(".")
     function.__qualname__ = f"Tensor.{function.__name__}" if owner == "torch.Tensor" else function.__name__
     function.__module__ = "torch" if owner == "torch.Tensor" else owner
@@ -140,7 +145,7 @@ def _lower(leading: int, original: Function, body: Function, device: str) -> Fun
     return lower_precision_function
 
 
-def found_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
+def collect_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
     """Collect the castable dtypes of the device's tensors, also inside lists and tuples."""
     if isinstance(value, torch.Tensor):
         dtype = value.dtype
@@ -148,11 +153,11 @@ def found_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
             found.append(dtype)
     elif type(value) in _CONTAINERS:
         for leaf in value:
-            found_dtypes(leaf, device, found)
+            collect_dtypes(leaf, device, found)
 
 
-def widest(found: list[torch.dtype]) -> torch.dtype | None:
-    """Return the narrowest dtype with the range and precision of all: float32 for several, None for none."""
+def promoted_dtype(found: list[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype that these promote to: the only one, float32 for several, None for none."""
     if not found:
         return None
     return found[0] if len(found) == 1 else torch.float32
@@ -167,12 +172,12 @@ def _promote(original: Function, body: Function, device: str) -> Function:
         if not kwargs and _is_uniform(args, torch.get_autocast_dtype(device)):
             return body(*args)
         found: list[torch.dtype] = []
-        found_dtypes((*args, *kwargs.values()), device, found)
+        collect_dtypes((*args, *kwargs.values()), device, found)
         if len(found) > 1:
             args = tuple(_cast(value, torch.float32, device) for value in args)
             kwargs = {key: _cast(value, torch.float32, device) for key, value in kwargs.items()}
         elif found and found[0] is not torch.float32 and found[0] is not torch.get_autocast_dtype(device):
-            # A device's own promotion raises for the other 16-bit dtype.
+            # torch's autocast promotes too, and raises for the 16-bit dtype that is not its own.
             return call_without_casts(body, *args, **kwargs)
         return body(*args, **kwargs)
 
@@ -180,7 +185,7 @@ def _promote(original: Function, body: Function, device: str) -> Function:
 
 
 def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
-    """Return whether all tensors among ``args`` have the same dtype and need no cast; a fast path."""
+    """Return whether all tensors among ``args`` have one dtype, ``lower`` or float32, so that none is cast."""
     dtype: torch.dtype | None = None
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -197,14 +202,14 @@ def _banned(name: str, run: Function, device: str) -> Function:
     def banned_function(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(device):
             found: list[torch.dtype] = []
-            found_dtypes((*args, *kwargs.values()), device, found)
+            collect_dtypes((*args, *kwargs.values()), device, found)
             if torch.float16 in found:
                 raise NotImplementedError(
-                    f"{name} was given float16 tensors: its gradient leaves float16's range where a probability is "
+                    f"{name} was called with float16 tensors: its gradient overflows float16 where a probability is "
                     "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
                     'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
-                    "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on what "
-                    "float16 has left of the probabilities"
+                    "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on "
+                    "probabilities that are rounded to float16"
                 )
         return run(*args, **kwargs)
 
@@ -230,16 +235,16 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
     A float32 function runs with casts off, because the matrix products in its body would cast to 16 bits again. A
     builtin function of torch runs with casts off, because torch's own autocast would cast its arguments again.
     """
-    owners = 1 if _has_owner(function) else 0
+    implicit = 1 if _has_implicit_parameter(function) else 0
     builtin = not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch"
     without_casts = cast is Cast.FP32 or builtin
 
     @functools.wraps(function)
     def user_function(*args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_for(cast, args[owners:], kwargs)
+        dtype = _dtype_for(cast, args[implicit:], kwargs)
         if dtype is None:
             return function(*args, **kwargs)
-        args = (*args[:owners], *[cast_tree(value, dtype) for value in args[owners:]])
+        args = (*args[:implicit], *[cast_tree(value, dtype) for value in args[implicit:]])
         kwargs = {key: cast_tree(value, dtype) for key, value in kwargs.items()}
         if without_casts:
             return call_without_casts(function, *args, **kwargs)
@@ -248,13 +253,13 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
     return user_function
 
 
-def _has_owner(function: Function) -> bool:
+def _has_implicit_parameter(function: Function) -> bool:
     """Return whether the first argument is ``self``, ``cls`` or ``ctx``, which is not cast."""
     try:
         first = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
         return False
-    return first in _OWNER_PARAMETERS
+    return first in _IMPLICIT_PARAMETERS
 
 
 def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -269,5 +274,5 @@ def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     found: list[torch.dtype] = []
     for leaf in tree_leaves((args, kwargs)):
         for device in on:
-            found_dtypes(leaf, device, found)
-    return widest(found)
+            collect_dtypes(leaf, device, found)
+    return promoted_dtype(found)

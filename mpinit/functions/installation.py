@@ -42,7 +42,7 @@ REGISTERED: Final[list[Registration]] = []
 ORIGINALS: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-# (whether the policy is apex's, whether banned functions run), for one session or for all live sessions together.
+# The needs of one session, or of all live sessions: (whether the policy is apex's, whether banned functions may run).
 _Needs = tuple[bool, bool]
 
 
@@ -96,7 +96,7 @@ class Installation:
     def _refresh(self) -> None:
         """Install the wrappers that the live sessions need; start again after an interrupted call."""
         sessions = self._sessions.values()
-        # All sessions share the namespaces: the stricter policy and the wider permission apply to all.
+        # All sessions share torch's functions: if one has apex's policy, or allow_banned=True, it applies to all.
         needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
         is_installed = needs == self._installed if sessions else not self._undos
         if is_installed:
@@ -168,10 +168,11 @@ def resolve_owner(name: str) -> tuple[Any, str]:
 
 
 def _registered_wrapper(registration: Registration) -> Any:
-    """Make the wrapper of a registered function; for a static or class method it is a static or class method."""
+    """Make the wrapper of a registered function; static and class methods stay static and class methods."""
     owner, name = registration.owner, registration.name
-    homes = map(vars, getattr(owner, "__mro__", (owner,)))
-    attribute = next((home[name] for home in homes if name in home), getattr(owner, name))
+    # getattr alone would bind a class method, and unwrap a static one.
+    namespaces = map(vars, getattr(owner, "__mro__", (owner,)))
+    attribute = next((each[name] for each in namespaces if name in each), getattr(owner, name))
     if isinstance(attribute, (staticmethod, classmethod)):
         return type(attribute)(user_wrapper(registration.cast, attribute.__func__))
     return user_wrapper(registration.cast, attribute)
@@ -289,10 +290,10 @@ def _end(casts: ThreadCasts) -> None:
 
 
 def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
-    """Return ``undo``, and switch casts off when ``owner`` is garbage-collected before it was called.
+    """Return a function that calls ``undo``. If ``owner`` is garbage-collected before, casts are switched off then.
 
-    The next session unpatches the namespaces then. The garbage collector cannot do it, because it may run in any
-    thread, in the middle of another installation.
+    In that case the wrappers are removed by the next session. The garbage collector cannot remove them, because it may
+    run in any thread, in the middle of another installation.
     """
 
     def dropped() -> None:
@@ -309,24 +310,24 @@ def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
     return undo_now
 
 
-# torch's modules import each other's functions by name; these are not a user's early imports.
+# Packages to skip: torch's modules import each other's functions by name, and no user can change that.
 _OWN: Final = ("torch", "mpinit")
 _INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 
-def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
+def bound_elsewhere(functions: Mapping[int, str], skipped: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
     """Find globals of modules that are bound to one of some functions.
 
     Args:
         functions: the id of each function -> its name.
-        home: a module to skip, such as the one that defines the functions.
+        skipped: a module to skip, such as the one that defines the functions; None: none.
         users_only: skip installed packages and the standard library.
 
     Yields:
         ("module.global", the function's name).
     """
     for module_name, module in list(sys.modules.items()):
-        if module is home or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):
+        if module is skipped or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in functions:

@@ -16,9 +16,9 @@ T = TypeVar("T")
 def register_half_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in the 16-bit type while casts are on.
 
-    Call it before or after ``initialize``. It lasts for the process: ``undo`` of the last session removes the wrapper,
-    and the next ``initialize`` installs it again. Code that imported the function earlier (``from module import
-    name``) calls it without casts; a warning names the modules where that is found.
+    Call it before or after ``initialize``. The registration lasts for the process: ``undo`` of the last session removes
+    the wrapper, and the next ``initialize`` installs it again. Code that imported the function earlier (``from module
+    import name``) calls it without casts; a warning names the modules that did.
 
     Args:
         module: a module, or a class for one of its methods.
@@ -162,7 +162,7 @@ def _find(module: Any, name: str) -> Any:
         return function
     names = [own for own in dir(module) if callable(getattr(module, own, None))]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "; look the name up with dir()"
+    hint = f"; did you mean {near[0]!r}?" if near else "; dir() lists the names"
     raise ValueError(f"there is no function {name!r} in {where}{hint}")
 
 

@@ -1,7 +1,8 @@
-"""Torch's functions that modules keep as attributes, as in ``self.norm = F.normalize``.
+"""Attributes of modules that are functions of torch, as in ``self.norm = F.normalize``.
 
-A function is pickled by its name: one that is not what its name refers to cannot be. While wrappers are installed,
-modules hold the wrappers, which cast as the names do; afterwards they hold torch's functions again.
+Such an attribute would call the function without casts. It could not be pickled either: pickle stores a function by its
+name, and the name refers to the wrapper. So while wrappers are installed, the attributes are set to the wrappers, and
+afterwards to torch's functions again.
 """
 
 import types
@@ -22,10 +23,10 @@ def wrap(models: Sequence[nn.Module]) -> Undo:
     """Replace torch's functions among the attributes of modules by their wrappers.
 
     Args:
-        models: the session's, which the undo keeps alive only if the sequence does.
+        models: the session's models. The undo refers to the sequence, which may refer to them weakly.
 
     Returns:
-        The undo, which replaces wrappers by torch's functions, also those that modules have stored since.
+        The undo. It replaces all wrappers by torch's functions, also those that modules have stored since.
     """
     for attributes, name, function in list(_stored(models)):
         wrapper = INSTALLATION.wrapper_of(function)
@@ -41,7 +42,7 @@ def _unwrap(models: Sequence[nn.Module]) -> None:
 
 
 def _stored(models: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the functions among the attributes of the models' modules: the attributes, the name, the function."""
+    """Yield (attributes, name, function) for each attribute of the models' modules that is a function."""
     for model in models:
         for module in modules_of(model):
             attributes = vars(module)
