@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ..torch_internals.running import reads_without_sync, works_within_a_cache
+from ..torch_internals.running import is_faster_in_chunks, reads_without_sync
 
 _HALF: Final = 0x8000
 _MAGNITUDE: Final = 0x7FFFFFFF
@@ -56,7 +56,7 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def _chunks(values: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if values.numel() <= _CHUNK or not works_within_a_cache(values.device):
+    if values.numel() <= _CHUNK or not is_faster_in_chunks(values.device):
         return iter(((values, remainder),))
     return zip(values.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
 

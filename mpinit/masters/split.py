@@ -26,7 +26,7 @@ from ..distributed.sharding import (
     shard,
     sharded_as,
 )
-from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
+from ..torch_internals.bulk import are_same, data_ptrs, set_all_data, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
@@ -422,7 +422,7 @@ class _Bucket(MasterBatch):
             for parameter, part in zip(self._parameters, values, strict=True):
                 set_local_data(parameter, part)
         else:
-            set_memory(self._parameters, values)
+            set_all_data(self._parameters, values)
 
     def _gather(self) -> None:
         """Copy masters whose memory an optimizer has replaced, by ``p.data = ...``, into the bucket."""

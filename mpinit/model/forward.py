@@ -23,8 +23,8 @@ from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
-from ..torch_internals.native_autocast import is_on, present_state, put_back
-from ..torch_internals.running import is_tracing_symbolically, out_of_traces
+from ..torch_internals.native_autocast import is_on, present_state, set_state
+from ..torch_internals.running import is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_errors import MethodOutside, explain_inside, method_outside
 from .entry_points import ArgumentNames, entry_points
@@ -112,7 +112,7 @@ class PatchedForward(OfModule):
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         guard = boundary.guard
         if guard is not None and torch._C._is_tracing():
-            with out_of_traces():
+            with without_tracing():
                 guard.before_forward()
             if torch.onnx.is_in_onnx_export() and not self.is_part:
                 self._warn_of_onnx()
@@ -291,11 +291,11 @@ class _ReplicaForward:
         if current_forward.dtype is not None:
             return self._run(*args, **kwargs)
         before = present_state()
-        put_back(self._state)
+        set_state(self._state)
         try:
             return self._run(*args, **kwargs)
         finally:
-            put_back(before)
+            set_state(before)
 
 
 def patch_forwards(

@@ -1,4 +1,4 @@
-"""Reads and writes of attributes of many tensors, in C loops, because every step needs them."""
+"""Reads and writes of attributes of many tensors, in loops of C instead of Python, because every step does them."""
 
 import weakref
 from collections import deque
@@ -110,9 +110,9 @@ def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
     consume(map(setattr, tensors, repeat("grad"), grads))
 
 
-def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Set each tensor's ``data`` to other memory of the same shape and dtype."""
-    consume(map(_SET_DATA_OF, tensors, parts))
+def set_all_data(tensors: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Set each tensor's ``data`` to a tensor of the same shape and dtype."""
+    consume(map(_SET_DATA_OF, tensors, values))
 
 
 def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -133,7 +133,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Return whether every gradient is present, dense, float32 and on this device."""
+    """Return whether every gradient is present, dense, float32, on this device and of no subclass."""
     if device.type == "cpu" and (code := native()) is not None:
         known: bool | None = code.are_plain(gradients)
         if known is not None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.logs import log
-from .running import is_capturing, works_within_a_cache
+from .running import is_capturing, is_faster_in_chunks
 
 # Compiling lasts some seconds, as long as computing this many rows of 128 numbers without it.
 _WORTH_ROWS: Final = 1 << 20
@@ -35,7 +35,7 @@ class CompiledKernel:
 
     def __call__(self, *arguments: torch.Tensor) -> None:
         rows, device = arguments[0].shape[0], arguments[0].device
-        if works_within_a_cache(device):
+        if is_faster_in_chunks(device):
             ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
             for begin, end in zip([0, *ends], ends, strict=False):
                 self._function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
@@ -50,18 +50,19 @@ class CompiledKernel:
         try:
             if kind not in self._compiled:
                 self._compiled[kind] = None
-                self._compiled[kind] = self._proved(arguments)
+                self._compiled[kind] = self._compile(arguments)
             compiled = self._compiled[kind]
             if compiled is not None:
                 compiled(*arguments)
             return compiled is not None
         except Exception as error:
             # The compiler was switched off, or its recompile limit was reached, in the middle of a step.
-            log.info("a kernel runs as it is from here on: %s", str(error).partition("\n")[0])
+            log.info("a kernel runs uncompiled from here on: %s", str(error).partition("\n")[0])
             self._compiled[kind] = None
             return False
 
-    def _proved(self, arguments: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+    def _compile(self, arguments: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+        """Compile the function; return None if a bit of its result differs, or if torch.compile is switched off."""
         # With dynamo off torch.compile returns the function itself.
         if torch._dynamo.config.disable:
             return None

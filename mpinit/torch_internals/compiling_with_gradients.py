@@ -61,7 +61,7 @@ def has_compiled() -> bool:
 def _hide(_: Any) -> None:
     _compiled[0] = True
     if current_pass() != -1:
-        return  # gradients are being added to
+        return  # the backward pass is accumulating gradients
     for model in list(_models):
         for weight in model.parameters():
             gradient = weight.grad if weight.is_leaf else None

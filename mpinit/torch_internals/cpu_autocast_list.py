@@ -1,9 +1,9 @@
 """Functions that are on the CPU's autocast list but not on CUDA's, and their removal from the CPU's list.
 
-The CPU's autocast casts some functions to float32 although their kernels accept 16-bit tensors by now. It promotes the
-arguments of ``cat``, ``stack`` and ``index_copy``. That kernel raises "Unexpected floating ScalarType in
-at::autocast::prioritize" for a tensor of the other 16-bit dtype, also inside ``roll``, ``matrix_exp`` and ``gradient``.
-Off the list, ``cat`` and ``stack`` promote without autocast.
+The CPU's autocast runs some functions in float32 although their kernels accept 16-bit tensors by now. It also promotes
+the arguments of ``cat``, ``stack`` and ``index_copy``. This promotion raises "Unexpected floating ScalarType in
+at::autocast::prioritize" for a tensor of the 16-bit dtype that is not autocast's, also inside ``roll``, ``matrix_exp``
+and ``gradient``. Off the list, ``cat`` and ``stack`` promote without autocast.
 
 Upstream: https://github.com/pytorch/pytorch/pull/191125 (the promotion), https://github.com/pytorch/pytorch/pull/63534
 and .../pull/77623 (the CPU's list). In all versions since 1.10, 2.13 included. A name can be removed from

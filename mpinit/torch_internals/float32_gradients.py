@@ -19,7 +19,7 @@ from torch import nn
 from .one_pass import native
 from .parameter_data import TENSOR_DATA
 
-# The float32 numbers in a bucket of DistributedDataParallel, which is 25 MiB.
+# The float32 elements in a bucket of DistributedDataParallel, which is 25 MiB.
 _NUMBERS_AT_A_TIME: Final = 25 * 2**20 // 4
 
 
@@ -39,12 +39,13 @@ class _Recorded(torch.autograd.Function):
 def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor | None]:
     """Cast parameters to ``dtype``; their gradients accumulate in the parameters' dtype.
 
-    One kernel casts all. One node of the graph has 25 MiB of parameters, whose gradients are passed on together, when
-    the last is computed. DistributedDataParallel has buckets of the same size, so it starts to reduce a bucket later,
-    at most by the time that the backward pass needs for one. Models below 25 MiB do not overlap the two.
+    One kernel casts all. One node of the graph has up to 25 MiB of parameters, and passes on their gradients together,
+    when the last is computed. DistributedDataParallel has buckets of the same size, so it starts to reduce a bucket
+    later, at most by the time that the backward pass needs for one. In models below 25 MiB the reduction does not
+    overlap with the backward pass.
 
     Returns:
-        The casts; None for a parameter of another class, or one that is computed, sparse or of inference mode.
+        The casts; None for an instance of another class, a sparse parameter, an inference tensor, or no leaf.
     """
     if (code := native()) is not None:
         made: list[torch.Tensor | None] = code.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
@@ -77,7 +78,7 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of parameters that require gradients, one list for each node."""
+    """Yield the indices of parameters that require gradients, one list for each node of the graph."""
     group: list[int] = []
     numbers = 0
     for index, parameter in enumerate(parameters):

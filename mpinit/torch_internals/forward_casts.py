@@ -9,12 +9,12 @@ import torch
 
 from .native_autocast import (
     State,
-    Thread,
+    ThreadAutocast,
     flags,
     is_on,
     open_autocast_blocks,
     present_state,
-    put_back,
+    set_state,
     thread_state,
     traced,
 )
@@ -59,12 +59,12 @@ class ForwardCasts:
         if dtype is None:
             depth = open_autocast_blocks()
             thread.forwards.append((state, depth, depth))
-            put_back(_without_sessions(thread, state, depth))
+            set_state(_without_sessions(thread, state, depth))
             return
         depth = torch.autocast_increment_nesting()
         any_on = False
         for device, on, dtype_before in before:
-            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or _carried_by_torch()):
+            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or _is_recomputing()):
                 torch.set_autocast_enabled(device, True)
                 on = True
             any_on = any_on or on
@@ -82,7 +82,7 @@ class ForwardCasts:
             depth = torch.autocast_decrement_nesting()
             if depth == 0 or not thread.forwards or any(found is not self.dtype for _, _, found in state[0]):
                 torch.clear_autocast_cache()
-        put_back(state)
+        set_state(state)
         if thread.has_ended:
             thread.follow_ended()
 
@@ -97,12 +97,12 @@ class ForwardCasts:
 NO_CASTS: Final = ForwardCasts(None)
 
 
-def _runs_without_casts(thread: Thread, depth: int) -> bool:
+def _runs_without_casts(thread: ThreadAutocast, depth: int) -> bool:
     """Return whether the innermost open block is the forward of a model without casts."""
     return bool(thread.forwards) and thread.forwards[-1][1:] == (depth, depth)
 
 
-def _without_sessions(thread: Thread, state: State, depth: int) -> State:
+def _without_sessions(thread: ThreadAutocast, state: State, depth: int) -> State:
     """Compute the state as it would be without any session: that of a ``torch.autocast`` block, or casts off."""
     for found, outside, inside in reversed(thread.forwards):
         if inside != depth:
@@ -110,9 +110,9 @@ def _without_sessions(thread: Thread, state: State, depth: int) -> State:
         state, depth = found, outside
     if depth == 0:
         return thread.base or state
-    if state[1] or not _carried_by_torch():
+    if state[1] or not _is_recomputing():
         return state
-    # torch restores the casts of the original forward around a checkpoint's recomputation.
+    # The block restores the casts of the original forward, and these were a session's.
     return thread.base or ([(device, False, dtype) for device, _, dtype in state[0]], True)
 
 
@@ -131,10 +131,11 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     return traced(dict.fromkeys(on, False), None, caching=True)
 
 
-def _carried_by_torch() -> bool:
-    """Return whether torch opened an autocast block on this stack to restore the state of another call.
+def _is_recomputing() -> bool:
+    """Return whether this call is inside a checkpoint's recomputation.
 
-    It walks up the stack. That is rare: it is called only if the flag is off inside an open block.
+    torch then has opened an autocast block, which restores the state of the original forward. This walks up the stack,
+    which is rare: it is called only if the flag is off inside an open block.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:

@@ -1,7 +1,8 @@
 """A check of SGD's fused kernel, which updates 16-bit parameters on a CPU wrongly; such groups are stepped without it.
 
-A weight of 16 or more ones stays 1.0. Seen in torch 2.11 to 2.13; no upstream report was found. The kernel is run on a
-sample, once per process and dtype. This file can be deleted when every supported version of torch is right.
+The kernel changes only the last elements of a parameter, those beyond a multiple of 16 (with AVX-512). Seen in torch
+2.11 to 2.13; no upstream report was found. The kernel is run on a sample, once per process and dtype. This file can be
+deleted when the kernel is right in every supported version of torch.
 """
 
 import functools

@@ -46,7 +46,7 @@ def is_on() -> bool:
 State = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 
-class Thread:
+class ThreadAutocast:
     """The autocast states of one thread that its forwards and sessions restore at their end.
 
     Attributes:
@@ -79,16 +79,16 @@ class Thread:
     def _set(self) -> None:
         dtypes = list(self.sessions.values())
         if dtypes:
-            put_back(([(device, True, dtypes[-1]) for device in device_types()], False))
+            set_state(([(device, True, dtypes[-1]) for device in device_types()], False))
         elif self.base is not None:
-            put_back(self.base)
+            set_state(self.base)
 
 
 class _ThreadState(threading.local):
-    """The calling thread's own :class:`Thread`, at ``thread_state.value``."""
+    """The calling thread's own :class:`ThreadAutocast`, at ``thread_state.value``."""
 
     def __init__(self) -> None:
-        self.value = Thread()
+        self.value = ThreadAutocast()
 
 
 thread_state: Final = _ThreadState()
@@ -100,8 +100,11 @@ def present_state() -> State:
     return on, torch.is_autocast_cache_enabled()
 
 
-def put_back(state: State) -> None:
-    """Set the calling thread's state. Flags are switched off last, so that a flag is on until the state is complete."""
+def set_state(state: State) -> None:
+    """Set the calling thread's state.
+
+    Flags are switched off last, so that a flag is on until the state is complete, also if Ctrl-C interrupts the call.
+    """
     for device, on, dtype in state[0]:
         if on:
             torch.set_autocast_enabled(device, True)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Nodes that accumulate a leaf's gradient have no number of their own; theirs are from here on.
+# AccumulateGrad nodes have no number of their own in the order of the forward; theirs are at least this.
 _NO_NUMBER: Final = 2**63
 
 Run = Callable[[], Any]
@@ -38,8 +38,8 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         named = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-            # A tensor that autograd made of a Python number, as loss * 2.0 saves, comes here as that number, and no
-            # kernel accepts it. In torch 2.11 to 2.13.
+            # Autograd saves the 2.0 of loss * 2.0 as a tensor, which this mode receives as the Python number, and no
+            # kernel accepts that. In torch 2.11 to 2.13.
             return args[0]
         return self._around(func, args, named, lambda: func(*args, **named))
 
@@ -113,7 +113,10 @@ class Caller:
 
 
 def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """Find the frame that called the present operation, outside the files of ``watchers``; None in torch's threads."""
+    """Find the frame that called the present operation, outside the files of ``watchers``.
+
+    Return None in a thread of autograd, which has no frame of the caller.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")

@@ -4,9 +4,7 @@ torch counts in-place writes to a tensor in its version counter. The tensor that
 has its own counter, so a write through it does not change the parameter's counter. Therefore
 ``torch.nn.Parameter.data`` is replaced by a property that records each read and write. It is installed while a weight
 with a float32 master lives, and while a forward runs with casts in the places of its parameters
-(``model/forward_weights.py``). Beside it only
-DistributedDataParallel is patched without O1 (``distributed/replicas.py``). It can be deleted when torch counts
-writes through ``.data``.
+(``model/forward_weights.py``). It can be deleted when torch counts writes through ``.data``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,12 +25,13 @@ class DataUse:
     """The uses of ``data`` of some parameters, by the parameters' ids.
 
     Attributes:
-        touched: parameters whose ``data`` was read or replaced. Their memory may be written at any time, uncounted.
+        touched: parameters whose ``data`` was read or replaced. Their memory may be written at any time without a
+            change of their version counter.
         replaced: parameters whose ``data`` was replaced since this set was last cleared. Their memory may have another
             dtype, shape or layout.
         kept: parameters that :meth:`keep` was called with -> a copy of their numbers, made when ``data`` was first
             touched; None before.
-        moves: parameters -> how often :meth:`keep` found numbers that differ from the copy. Only on devices that are
+        changes: parameters -> how often :meth:`keep` found numbers that differ from the copy. Only on devices that are
             read without a device sync.
         views: the tensors that reads of ``data`` returned, with the id of their parameter; None where not recorded.
     """
@@ -40,7 +39,7 @@ class DataUse:
     touched: set[int] = field(default_factory=set)
     replaced: set[int] = field(default_factory=set)
     kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    moves: dict[int, int] = field(default_factory=dict)
+    changes: dict[int, int] = field(default_factory=dict)
     views: list[tuple[int, torch.Tensor]] | None = None
 
     def written(self) -> set[int]:
@@ -54,16 +53,16 @@ class DataUse:
         self.kept.pop(id(parameter), None)
 
     def keep(self, parameter: torch.Tensor) -> None:
-        """Copy a parameter's present numbers if its ``data`` was touched, or else when it is touched."""
+        """Copy a parameter's present numbers: now if its ``data`` was touched, or else when it is touched."""
         key, before = id(parameter), self.kept.get(id(parameter))
         self.kept[key] = now = _copy_of(parameter) if key in self.touched else None
         if now is None or before is None:
             return
         if reads_without_sync(now.device) and not have_same_bits(now, before):
-            self.moves[key] = self.moves.get(key, 0) + 1
+            self.changes[key] = self.changes.get(key, 0) + 1
 
     def watch(self, tensor: torch.Tensor, is_recorded: bool) -> None:
-        """Count from here on in a tensor's :meth:`clock` the writes through its ``data``, too.
+        """Let a tensor's :meth:`clock` count writes through its ``data``, too, from now on.
 
         Args:
             tensor: a parameter or buffer.
@@ -80,7 +79,7 @@ class DataUse:
                 record_data_use(tensor, self)
 
     def watch_all(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Watch parameters whose data use is recorded: in bulk."""
+        """Watch many parameters for which :func:`record_data_use` was called."""
         for parameter in parameters:
             if id(parameter) in self.touched:
                 self.keep(parameter)
@@ -88,18 +87,19 @@ class DataUse:
                 self.kept.setdefault(id(parameter))
 
     def clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Read how often a tensor was written to: its versions, and how often its data was found changed.
+        """Return numbers that have changed if the tensor was written to since the last call; this changes nothing.
 
-        Changes nothing. Empty for an inference tensor, which has no version.
+        They are its version counter, that of its local shard, and how often its copy differed. The tuple is empty for
+        an inference tensor, which has no version counter.
         """
         if tensor.is_inference():
             return ()
         part = getattr(tensor, "_local_tensor", tensor)
-        before, moves = self.kept.get(id(tensor)), self.moves.get(id(tensor), 0)
+        before, changes = self.kept.get(id(tensor)), self.changes.get(id(tensor), 0)
         if before is not None and reads_without_sync(before.device):
             now = getattr(TENSOR_DETACH(tensor), "_local_tensor", TENSOR_DETACH(tensor))
-            moves += not have_same_bits(now, before)
-        return tensor._version, part._version, moves
+            changes += not have_same_bits(now, before)
+        return tensor._version, part._version, changes
 
     def touch(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's ``data`` is about to be read or replaced."""
@@ -122,7 +122,7 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 _recorded_in: Final[dict[int, DataUse]] = {}
-# Records of many parameters at once, for a short time, by the id of the record.
+# The id of a record -> the parameters of record_batch and the record.
 _batches: Final[dict[int, tuple[Sequence[torch.Tensor], DataUse]]] = {}
 
 
@@ -151,7 +151,7 @@ def record_batch(parameters: Sequence[torch.Tensor], keeps_views: bool = False) 
 
     Args:
         parameters: the parameters.
-        keeps_views: whether :meth:`DataUse.written` is going to be asked. Default False.
+        keeps_views: whether :meth:`DataUse.written` is going to be called. Default False.
     """
     use = DataUse(views=[] if keeps_views else None)
     if parameters:

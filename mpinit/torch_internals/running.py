@@ -41,7 +41,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 @contextmanager
-def out_of_traces() -> Iterator[None]:
+def without_tracing() -> Iterator[None]:
     """Stop torch.jit.trace from recording operations inside the block.
 
     torch.jit.trace traces a model twice and compares the graphs; work that is done only once would differ.
@@ -79,8 +79,8 @@ def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
     return min(wanted, _CPU_BUCKET_BYTES) if device.type == "cpu" else wanted
 
 
-def works_within_a_cache(device: torch.device) -> bool:
-    """Return whether several passes over memory are faster in pieces that fit into a cache."""
+def is_faster_in_chunks(device: torch.device) -> bool:
+    """Return whether a loop of operations is faster on chunks that fit into the processor's cache."""
     return device.type == "cpu"
 
 

@@ -17,7 +17,7 @@ from mpinit.torch_internals.compiled_kernel import CompiledKernel
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_kernel, "works_within_a_cache", lambda device: False)
+    monkeypatch.setattr(compiled_kernel, "is_faster_in_chunks", lambda device: False)
     monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 150)
 
 
