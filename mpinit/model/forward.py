@@ -109,13 +109,15 @@ class PatchedForward(OfModule):
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
+            # torch.onnx.export(dynamo=True) runs torch.export, which at first runs this as Python code.
+            if torch.compiler.is_exporting() and not (torch.compiler.is_dynamo_compiling() or is_inside):
+                self._warn_of_onnx()
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         guard = boundary.guard
         if guard is not None and torch._C._is_tracing():
             with without_tracing():
                 guard.before_forward()
-            if torch.onnx.is_in_onnx_export() and not self.is_part:
-                self._warn_of_onnx()
+            self._warn_of_onnx()
         elif guard is not None:
             guard.before_forward()
             if guard.reads_inputs() and guard.inputs is not None:
@@ -137,17 +139,22 @@ class PatchedForward(OfModule):
             raise RuntimeError(reason) from error
 
     def _warn_of_onnx(self) -> None:
-        """Warn where an ONNX file of convolutions in 16 bit is being made, which onnxruntime often refuses."""
+        """Warn where an ONNX file of layers in 16 bit is being made that onnxruntime often refuses."""
+        if self.is_part or current_forward.dtype is not None or not torch.onnx.is_in_onnx_export():
+            return
         boundary = self.boundary
         narrow = boundary.casts.dtype if boundary.casts is not None else None
         way_out = "after mpinit.undo(model)"
         if narrow is None:
             narrow = boundary.inner_dtype
             way_out = "inside 'with mpinit.float32_weights(model):', or after mpinit.undo(model)"
-        if narrow in LOWER_PRECISION and any(isinstance(module, _ConvNd) for module in self.module.modules()):
+        # onnxruntime has matrix products in float16, and on a CPU none in bfloat16.
+        kinds = (_ConvNd, nn.Linear) if narrow is torch.bfloat16 else _ConvNd
+        refused = next((module for module in self.module.modules() if isinstance(module, kinds)), None)
+        if narrow in LOWER_PRECISION and refused is not None:
             warn_user(
-                f"this ONNX export of {type(self.module).__name__} has convolutions in {narrow}, and onnxruntime "
-                f"refuses many such files: export it {way_out}, which makes a float32 file"
+                f"this ONNX export of {type(self.module).__name__} has layers such as {type(refused).__name__} in "
+                f"{narrow}, and onnxruntime refuses many such files: export it {way_out}, which makes a float32 file"
             )
 
     def _with_weights(

@@ -64,3 +64,12 @@ def test_the_same_line_warns_once_by_default() -> None:
         for _ in range(3):
             deep()
     assert len(caught) == 1
+
+
+def test_code_that_was_generated_without_a_module_is_no_user_s() -> None:
+    namespace: dict[str, Any] = {"deep": deep}
+    generated = eval("lambda: deep()", namespace)  # as torch.fx generates it; Python drops warnings of such code
+    with pytest.warns(UserWarning, match="found") as caught:
+        generated()
+    here = line() - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, here)

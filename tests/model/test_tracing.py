@@ -74,12 +74,10 @@ def onnx_file(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level: str, dynamo: bool) -> None:
+def check_of_onnx(model: nn.Module, x: torch.Tensor, way_out: str | None, dynamo: bool) -> None:
+    """Check that onnxruntime runs a model's file, or that the export warns once and its way out makes such a file."""
     runtime = needs("onnxruntime")
     needs("onnxscript")
-    model, x = started("cnn", level)
     expected = model(x).float().detach()
 
     def check(file: bytes) -> None:
@@ -87,8 +85,6 @@ def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level
         found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
         torch.testing.assert_close(torch.from_numpy(found).float(), expected, atol=0.02, rtol=0.02)
 
-    ways_out = {"O0": None, "O1": "undo", "O4": "undo"}
-    way_out = ways_out.get(level, "float32_weights")
     with warnings.catch_warnings(record=True) as caught:
         file = onnx_file(model, x, dynamo)
     said = [str(each.message) for each in caught]
@@ -96,8 +92,8 @@ def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level
         assert not said
         check(file)
         return
-    # dynamo compiles the forward, in which nothing warns.
-    assert bool(said) is not dynamo and all(f"mpinit.{way_out}(model)" in message for message in said)
+    assert len(said) == 1 and f"mpinit.{way_out}(model)" in said[0]
+    assert caught[0].filename == __file__
     with warnings.catch_warnings(record=True) as caught:
         if way_out == "float32_weights":
             with mpinit.float32_weights(model):
@@ -105,3 +101,41 @@ def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level
         mpinit.undo(model)
         check(onnx_file(model, x, dynamo))
     assert not caught
+
+
+EXPORTERS = pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.long)])
+
+
+@EXPORTERS
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level: str, dynamo: bool) -> None:
+    model, x = started("cnn", level)
+    check_of_onnx(model, x, {"O0": None, "O1": "undo", "O4": "undo"}.get(level, "float32_weights"), dynamo)
+
+
+@EXPORTERS
+@pytest.mark.parametrize(("level", "way_out"), [("O1", None), ("O2", None), ("O4", "undo"), ("O5", "float32_weights")])
+def test_an_onnx_file_of_linear_layers_in_bfloat16_names_the_way_out(
+    level: str, way_out: str | None, dynamo: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    check_of_onnx(model.eval(), torch.randn(2, 8), way_out, dynamo)
+
+
+@pytest.mark.long
+def test_an_exported_program_makes_the_onnx_file_that_its_weights_allow() -> None:
+    runtime = needs("onnxruntime")
+    needs("onnxscript")
+    model, x = started("cnn", "O5")
+    with mpinit.float32_weights(model):
+        expected = model(x).detach()
+        program = torch.export.export(model, (x,))
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(program, (), file, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(file.getvalue())
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=1e-4)
