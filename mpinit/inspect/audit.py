@@ -38,11 +38,14 @@ _MASTERS: Final[Mapping[MasterWeightsMode, tuple[str, torch.dtype | None]]] = {
     MasterWeightsMode.SPLIT: ("split", None),
 }
 _MASTER_BYTES: Final = {"": 0, "float32": 4, "split": 2}
-# A part of each weight is stepped on random gradients of two sizes; the last _COUNTED of _STEPS steps are measured.
+# A part of each weight is stepped on random gradients with these root mean squares; the last _COUNTED of _STEPS steps
+# are measured.
 _LARGEST_SIDE: Final = 256
 _STEPS, _COUNTED = 16, 8
 _SIZES: Final = (1e-3, 1e-4)
+# The share of stuck weights from which on the report has advice.
 _MUCH: Final = 0.1
+# Rows that are printed.
 _SHOWN: Final = 20
 _Table = tuple[list[str], list[list[str]]]
 
@@ -123,7 +126,7 @@ class Audit:
 
 
 def _label(level: str, kinds: Mapping[str, float]) -> str:
-    """Mark the levels that cast functions, and leave 16-bit weights as they were loaded, without masters."""
+    """Mark the levels that cast functions only: 16-bit weights stay as they were loaded, without masters."""
     is_as_loaded = level in _FUNCTIONS_ONLY and kinds["weights"] < torch.float32.itemsize
     return f"{level} (weights as loaded)" if is_as_loaded else level
 
@@ -158,16 +161,16 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         True
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"audit takes a module and an optimizer, not {type(model).__name__}")
+        raise TypeError(f"audit needs a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
     session = registry.of(model)
     inner = [] if optimizer is None else [registry.unwrapped(optimizer)]
     optimizers = inner or ([] if session is None else list(session.optimizers))
     if not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(f"audit takes an optimizer of torch's kind, not {type(optimizer).__name__}")
-    foreseen: dict[Any, _Foreseen] = {}
+        raise TypeError(f"audit needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    updates: dict[Any, _Updates] = {}
     for each in optimizers:
-        foreseen |= _foresee(each, session)
+        updates |= _measure(each, session)
     kind = MasterWeightsMode.NONE if session is None else session.plan.masters
     rows = tuple(
         _row(
@@ -175,7 +178,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             p,
             p.dtype,
             kind if session and session.masters.of(p) else MasterWeightsMode.NONE,
-            foreseen.get(p, _UNKNOWN),
+            updates.get(p, _UNKNOWN),
         )
         for name, p in model.named_parameters()
     )
@@ -189,20 +192,20 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         is_cast = plan.masters is not MasterWeightsMode.NONE
         to = {p: targets.get(p, torch.float32 if is_cast else _loaded_dtype(p, session)) for p in model.parameters()}
         # The present state's bytes do not apply to another level.
-        after = {p: foreseen.get(p, _UNKNOWN)._replace(state=None) for p in to}
+        after = {p: updates.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
-    return Audit(rows, sizes, _advice(rows, foreseen, session))
+    return Audit(rows, sizes, _advice(rows, updates, session))
 
 
 def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
-    """Return the dtype that a parameter had before ``initialize``: O1 and O4 leave that as it is."""
+    """Return the dtype that a parameter had before ``initialize``, which O1 and O4 do not change."""
     if session is None:
         return parameter.dtype  # type: ignore[no-any-return]
     master = session.masters.of(parameter)
     return session.values.casts.original_dtype(parameter) if master is None else master.original_dtype
 
 
-def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Foreseen") -> AuditRow:
+def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Updates") -> AuditRow:
     """Make the row of a parameter whose weight has a dtype, and a kind of master if that is a 16-bit dtype."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
     state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state
@@ -224,8 +227,13 @@ def _size(dtype: str) -> int:
     return parse_dtype(dtype).itemsize if dtype else 0
 
 
-class _Foreseen(NamedTuple):
-    """The values of a row that depend on the optimizer: ``slots`` is the number of state elements per element."""
+class _Updates(NamedTuple):
+    """The values of a parameter's :class:`AuditRow` that depend on its optimizer.
+
+    Attributes:
+        kind: the optimizer's class.
+        slots: the number of state elements per element.
+    """
 
     kind: str = ""
     rate: float | None = None
@@ -234,7 +242,7 @@ class _Foreseen(NamedTuple):
     stuck: float | None = None
 
 
-_UNKNOWN: Final = _Foreseen()
+_UNKNOWN: Final = _Updates()
 
 
 class _Steps(NamedTuple):
@@ -246,10 +254,10 @@ class _Steps(NamedTuple):
 
 
 @torch.no_grad()
-def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Foreseen]:
-    """Measure an optimizer's steps on copies of parts of its parameters."""
+def _measure(optimizer: Optimizer, session: Session | None) -> dict[Any, _Updates]:
+    """Measure an optimizer's updates on copies of parts of its parameters."""
     found = {
-        p: _Foreseen(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
+        p: _Updates(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -286,11 +294,11 @@ def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping
     """Step copies of the parts on random gradients with these root mean squares."""
     copies = {p: nn.Parameter(part.float()) for p, part in parts.items()}
     twin = copy_of_optimizer(optimizer, copies, with_state=False)
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     totals = {p: [0.0, 0.0] for p in parts}
     for number in range(_STEPS):
         for p, copied in copies.items():
-            copied.grad = sizes[p] * torch.randn(copied.shape, generator=chance).to(copied.device)
+            copied.grad = sizes[p] * torch.randn(copied.shape, generator=generator).to(copied.device)
         before = {p: copied.clone() for p, copied in copies.items()}
         with CastsOff():
             twin.step()
@@ -317,7 +325,7 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     return total / max(1, local(parameter).numel())
 
 
-def _advice(rows: tuple[AuditRow, ...], foreseen: Mapping[Any, _Foreseen], session: Session | None) -> str:
+def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session: Session | None) -> str:
     known = [row for row in rows if row.stuck is not None]
     narrow = [row for row in known if row.weight != "float32" and not row.master]
     wide = [row for row in known if row not in narrow]
@@ -327,17 +335,19 @@ def _advice(rows: tuple[AuditRow, ...], foreseen: Mapping[Any, _Foreseen], sessi
         way = "mpinit.initialize(model, optimizer, opt_level='O5')" if session is None else "master_weights=True"
         worst = max(narrow, key=lambda row: row.stuck or 0.0)
         lines.append(
-            f"{share:.0%} of the {worst.weight} weights stay as they are in a step, and {worst.stuck or 0.0:.0%} of "
+            f"{share:.0%} of the {worst.weight} weights do not change in a step, and {worst.stuck or 0.0:.0%} of "
             f"{worst.name!r}: "
-            f"{way} gives them float32 masters, in which small steps add up. Steps then count in full: a rate that was "
-            "tuned without masters may be too high with them"
+            f"{way} adds float32 masters, in which small updates add up. No update is then lost to rounding: a "
+            "learning rate that was tuned without masters may be too high with them"
         )
     if _mean(wide) >= _MUCH:
-        lines.append(f"{_mean(wide):.0%} of the weights kept in float32 stay as they are: raise the learning rate")
-    unknown = sorted({each.kind for each in foreseen.values() if each.stuck is None})
+        lines.append(
+            f"{_mean(wide):.0%} of the weights kept in float32 do not change in a step: raise the learning rate"
+        )
+    unknown = sorted({each.kind for each in updates.values() if each.stuck is None})
     if unknown:
         lines.append(
-            f"How large a step of {', '.join(unknown)} is depends on the gradients: audit again after a backward pass"
+            f"The size of updates by {', '.join(unknown)} depends on the gradients: audit again after a backward pass"
         )
     return ". ".join(lines)
 

@@ -1,4 +1,4 @@
-"""The numbers of an optimizer's weights that a step has changed: in 16 bits, most steps change few."""
+"""``mpinit.changes``: the numbers of an optimizer's weights that a step changes, few of them in 16 bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class Change:
     Attributes:
         name: the weight's dotted name in its model.
         indices: positions in the flattened weight, int64, ascending; of a sharded weight in this rank's shard.
-        values: the numbers there now, in the weight's dtype; as many as ``indices``.
+        values: the new numbers at ``indices``, in the weight's dtype.
     """
 
     name: str

@@ -32,7 +32,7 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
         clone = copy.deepcopy(model)
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and it is a copy that runs: "
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and only a copy would be run: "
             f"{advice}"
         ) from error
     unpatch_copy(clone)
@@ -41,7 +41,7 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
 
 def float32_copy(model: nn.Module) -> nn.Module:
     """Make a copy with float32 parameters, which have the masters' values if there are masters."""
-    clone = plain_copy(model, "give mpinit.suggest a model that can be copied")
+    clone = plain_copy(model, "pass mpinit.suggest a model that can be copied")
     for parameter in clone.parameters():
         parameter.grad = None
     # A private method of torch, called on our own copy only.
@@ -57,8 +57,8 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
         if weight not in copies:
             raise ValueError(
-                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
-                "all parameters, a Module around model and loss for instance"
+                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that "
+                "contains all parameters, such as a Module around model and loss"
             )
         memo[id(weight)] = copies[weight]
     if not with_state:
@@ -99,7 +99,9 @@ def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None
     """Raise a ValueError if the original of a copy is called in the block; scripted modules are not checked."""
 
     def refuse(module: nn.Module, args: Any) -> None:
-        raise ValueError(f"the model given to {tool} ran, and not the copy of it: {advice}. Nothing was changed")
+        raise ValueError(
+            f"the model itself was run inside {tool}, and not the copy of it: {advice}. Nothing was changed"
+        )
 
     guard = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_pre_hook(refuse, prepend=True)
     try:
@@ -126,11 +128,11 @@ def same_random_numbers() -> Iterator[Undo]:
     if numpy is not None:
         undos.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
 
-    def again() -> None:
+    def restore() -> None:
         for undo in undos:
             undo()
 
     try:
-        yield again
+        yield restore
     finally:
-        again()
+        restore()

@@ -36,7 +36,8 @@ def explain(
             model, not a part of it.
         args, kwargs: the arguments of the call, with any shapes and dtypes that the model accepts.
         loss: a function from the output to a 0-dimensional loss, for the backward pass too. Default None: forward only.
-        opt_level: "O0" to "O5", only for a model that is not initialised. Default None: the model without any level.
+        opt_level: "O0" to "O5", only for a model that is not initialised. Default None: the model runs without casts
+            of mpinit.
 
     Returns:
         The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.to_json()``.
@@ -79,8 +80,8 @@ def _check(model: Any, loss: Any, opt_level: Any) -> None:
     session = registry.of(model)
     if session is not None and opt_level is not None:
         raise ValueError(
-            f"the model was initialised already, in {session.describe()}: leave opt_level={opt_level!r} out to see "
-            "what that does, or call mpinit.undo on it first to see what another level would do"
+            f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
+            "what that session does, or call mpinit.undo on it first to see what another level would do"
         )
     lazy = next((name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)), None)
     if lazy is not None:

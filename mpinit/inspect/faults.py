@@ -85,9 +85,9 @@ _SENTENCES: Final = {
     "forward": "{where}: {operation} left the range of {dtype} in the forward pass",
     "backward": "{where}: {operation} left the range of {dtype} in the backward pass",
     "cast": "{where}: a cast to {dtype} left its range in the {phase} pass ({operation})",
-    "float32": "{where}: {operation} gave inf or nan in {dtype} in the {phase} pass",
-    "data": "the inputs of {where} held inf or nan",
-    "weights": "{where}: {operation} held inf or nan before anything was computed",
+    "float32": "{where}: {operation} computed inf or nan in {dtype} in the {phase} pass",
+    "data": "the inputs of {where} contained inf or nan",
+    "weights": "{where}: {operation} contained inf or nan before anything was computed",
 }
 _AFTER_16_BIT: Final = ", after operations in 16 bit: mpinit.suggest compares with a run in float32"
 
@@ -99,13 +99,13 @@ _FACTOR: Final = "multiply after a mean or a norm, or in float32"
 _CAST: Final = "clamp to the range first, or keep what is cast in float32"
 _CAST_OF_MASK: Final = "a mask of -1e9 or finfo(float32).min becomes -inf: a row that is masked whole is nan then"
 _GRADIENT: Final = (
-    "a dynamic loss scale that is too large comes down by itself; if it goes on, keep the module in float32"
+    "a dynamic loss scale that is too large decreases by itself; if overflows go on, keep the module in float32"
 )
 _SUM: Final = "a sum of many or large numbers: divide before it is summed, or keep the module in float32"
 _FORWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (
         ("softmax", "log_softmax", "safe_softmax", "logsumexp"),
-        "a row that is masked whole is nan: leave one position of each row unmasked, or replace nan by 0 there",
+        "a row that is masked whole is nan: keep one position of each row unmasked, or replace nan by 0 there",
     ),
     (("exp", "exp2", "expm1", "sinh", "cosh"), "subtract the largest number first, as softmax and logsumexp do"),
     (("log", "log2", "log10"), "a logarithm of 0, which a smaller number became in 16 bit: clamp to at least 1e-6"),
@@ -122,14 +122,18 @@ _BACKWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 
 
 def worst(faults: Iterable[Fault]) -> Fault | None:
-    """Return the first fault that surely does harm, or else the first, a buffer last; None without any."""
+    """Return the first fault that surely does harm, or else the first that may; None without any.
+
+    In both groups, operations and inputs come before parameters and buffers.
+    """
     return min(faults, key=lambda fault: (fault.may_be_meant, fault.kind == "weights"), default=None)
 
 
 class Origins:
     """The faults that the inf and nan in memory come from, by storage.
 
-    A fault is known by its number. Memory that is used again is registered anew with the next result in it.
+    A fault is identified by its index in the list of its ``OverflowWatch``. When an operation writes a new result into
+    the same memory, the faults of the earlier result are dropped.
     """
 
     def __init__(self) -> None:

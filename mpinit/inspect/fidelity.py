@@ -93,22 +93,22 @@ def fidelity(
         >>> mpinit.undo(model)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fidelity takes a module and its inputs, not {type(model).__name__}")
+        raise TypeError(f"fidelity needs a module and its inputs, not {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
     session = registry.of(model)
     dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
     plain = _served(model, dtype) if served is None else served
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
-    with same_random_numbers() as again:
+    with same_random_numbers() as restore:
         trained, seen = _run(model, inputs, keywords)
-        again()
+        restore()
         with CastsOff():
             expected, known = _run(plain, *cast_tree((inputs, keywords), dtype))
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
     if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
         raise ValueError(
-            f"there is nothing to compare: the floating tensors of the two outputs have shapes {shapes}; give output=, "
+            f"there is nothing to compare: the floating tensors of the two outputs have shapes {shapes}; pass output=, "
             "a function from the output to the tensor that is to be compared"
         )
     differences = torch.cat([_difference(a, b).reshape(-1) for a, b in zip(one, other, strict=True)])
@@ -125,7 +125,7 @@ def fidelity(
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Make a copy as a server loads it: 16-bit weights as in a 16-bit checkpoint, and all others cast."""
-    plain = plain_copy(model, "give served=, a plain model in 16 bit that was loaded from the checkpoint")
+    plain = plain_copy(model, "pass served=, a plain model in 16 bit that was loaded from the checkpoint")
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
         if tensor.is_floating_point():

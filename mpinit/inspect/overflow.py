@@ -86,7 +86,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
         >>> mpinit.undo(model)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"watch_overflow takes a module, not {type(model).__name__}")
+        raise TypeError(f"watch_overflow needs a module, not {type(model).__name__}")
     return OverflowWatch(model)
 
 
@@ -94,7 +94,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
 _NEW_MEMORY: Final = ("empty", "new_empty")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
-_ENOUGH: Final = 1000
+_MOST_FAULTS: Final = 1000
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 
@@ -102,16 +102,17 @@ _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 class OverflowWatch:
     """A record of every operation that makes inf or nan out of finite numbers, as :func:`watch_overflow` yields it.
 
-    It follows inf and nan from the operation that made them to the results, the loss and the gradients, so that what
-    does no harm is not blamed. A mask of -inf is no fault: what a program writes out as infinite is meant to be. The
-    watch can be asked inside of the block and after it.
+    It follows inf and nan from the operation that made them to the results, the loss and the gradients, and reports the
+    faults that have reached one of them. An infinite constant in the code, as of a mask with -inf, is no fault. The
+    properties can be read inside of the block and after it.
 
     Attributes:
-        peaks: the module of a forward operation -> the largest finite magnitude of its results; beyond float16 only
-            where no argument was that large: a mask of ``finfo(dtype).min`` is another number in each dtype.
+        peaks: the module of a forward operation -> the largest finite magnitude of its results. Results beyond the
+            range of float16 count only if no argument was as large: otherwise they may be a mask of
+            ``finfo(dtype).min``, which is within the range when the dtype is float16.
         result_peaks: a module -> the largest finite magnitude that it returned.
-        sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
-            first order: the sum of abs(gradient x rounding error).
+        sensitivity: 16-bit dtype -> module -> how much the loss changes, to first order, if the results of the module's
+            operations are rounded to that dtype: the sum of abs(gradient x rounding error).
         went_backward: whether there was a backward pass.
         batch: samples of the model's inputs at its first call; None before it.
     """
@@ -128,7 +129,7 @@ class OverflowWatch:
         self.batch: list[torch.Tensor] | None = None
         self._harm = _Harm()
         self._is_16_bit = False
-        self._weighed: list[tuple[str | None, torch.Tensor]] = []
+        self._last_results: list[tuple[str | None, torch.Tensor]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -144,7 +145,7 @@ class OverflowWatch:
                         self._found(fault, values)
                 if tensor.requires_grad and tensor.is_leaf:
                     stack.callback(tensor.register_hook(self._gradient_arrives).remove)  # type: ignore[no-untyped-call]
-            # Only a module's own hooks are shown its keywords; scripted modules take no hooks.
+            # Only a module's own hooks receive keyword arguments, not the global ones; scripted modules have no hooks.
             if not isinstance(self._model, torch.jit.ScriptModule):
                 hook = self._model.register_forward_pre_hook(self._read_inputs, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
@@ -172,7 +173,7 @@ class OverflowWatch:
 
     @property
     def first(self) -> Fault | None:
-        """The fault that did harm; without harm, the first 16-bit operation of a forward pass that gave +inf or nan."""
+        """The fault that did harm; without harm, the first 16-bit forward operation that computed +inf or nan."""
         harm = self._harm
         if not self.is_harmed:
             faults = [f for f in self._faults if f.phase == FORWARD and not f.may_be_meant]
@@ -195,8 +196,8 @@ class OverflowWatch:
         return "nothing left the range" if self.first is None else str(self.first)
 
     def _found(self, fault: Fault, tensor: torch.Tensor, earlier: frozenset[int] = frozenset()) -> None:
-        """Record a fault, and that a tensor holds its inf or nan."""
-        if len(self._faults) < _ENOUGH:
+        """Record a fault, and that a tensor contains its inf or nan."""
+        if len(self._faults) < _MOST_FAULTS:
             self._faults.append(fault)
             earlier |= {len(self._faults) - 1}
         self._origins.set(tensor, earlier)
@@ -224,7 +225,7 @@ class OverflowWatch:
             if math.isfinite(peak):
                 self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
             elif not name:
-                self._harm.of_results = _joined(self._harm.of_results, self._origins.of([tensor]))
+                self._harm.of_results = _first_of(self._harm.of_results, self._origins.of([tensor]))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         """Record whether inf or nan reach the gradient of a parameter."""
@@ -232,7 +233,7 @@ class OverflowWatch:
             self.went_backward = self._harm.sees_gradients = True
             for tensor in floating_tensors(gradient):
                 if not is_finite(tensor):
-                    self._harm.of_parameters = _joined(self._harm.of_parameters, self._origins.of([tensor]))
+                    self._harm.of_parameters = _first_of(self._harm.of_parameters, self._origins.of([tensor]))
 
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
@@ -244,7 +245,7 @@ class OverflowWatch:
             for tensor in floating_tensors(result) if name.startswith(_NEW_MEMORY) else ():
                 self._origins.clear(tensor)
             return result
-        self._weigh_last()
+        self._hook_last_results()
         overwrites = operation._schema.is_mutable
         before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
         result = run()
@@ -253,31 +254,31 @@ class OverflowWatch:
             self._is_16_bit |= is_lower_precision(tensor.dtype)
             peak = _peak(tensor)
             if not math.isfinite(peak):
-                self._record_bad(operation, tensor, before or _Inputs(args, kwargs), place)
+                self._record_nonfinite(operation, tensor, before or _Inputs(args, kwargs), place)
                 continue
             if not overwrites:
                 self._origins.clear(tensor)
             if place.phase == BACKWARD:
                 self.went_backward = True
-            elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
+            elif peak <= _FLOAT16_MAX or _is_above_arguments(peak, args[1:] if overwrites else args, kwargs):
                 self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
             if place.phase == FORWARD and self.sensitivity:
-                self._weighed.append((place.module, tensor))
+                self._last_results.append((place.module, tensor))
         return result
 
-    def _weigh_last(self) -> None:
-        """Register hooks on the last operation's results, which are in the graph by now, for their gradients."""
-        for module, tensor in self._weighed:
+    def _hook_last_results(self) -> None:
+        """Register hooks that compute ``sensitivity`` on the last operation's results, which have a grad_fn by now."""
+        for module, tensor in self._last_results:
             if tensor.requires_grad and not tensor.is_leaf:
                 values = tensor.detach()
                 errors = {
                     dtype: (values - values.to(dtype)).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
                     for dtype in self.sensitivity
                 }
-                tensor.register_hook(functools.partial(self._weigh, module, errors))  # type: ignore[no-untyped-call]
-        self._weighed.clear()
+                tensor.register_hook(functools.partial(self._add_sensitivity, module, errors))  # type: ignore[no-untyped-call]
+        self._last_results.clear()
 
-    def _weigh(
+    def _add_sensitivity(
         self, module: str | None, errors: dict[torch.dtype, torch.Tensor], gradient: torch.Tensor | None
     ) -> None:
         if gradient is None:  # the loss does not depend on this result
@@ -289,12 +290,12 @@ class OverflowWatch:
                 found = self.sensitivity[dtype]
                 found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
 
-    def _record_bad(self, operation: Any, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
+    def _record_nonfinite(self, operation: Any, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
         """Record a result with inf or nan: a new fault, or one of its arguments'."""
         earlier = self._origins.of(inputs.bad)
         overwrites, name = operation._schema.is_mutable, operation._schema.name.removeprefix("aten::")
-        # An operation may compute nan from inf, as inf times 0; the cause is the operation that computed the inf. An
-        # exception is softmax: it is called with -inf on purpose, so its nan of a row of -inf is a fault of its own.
+        # An operation may compute nan from inf, as inf times 0; the cause is the operation that computed the inf.
+        # Softmax is an exception: it is called with -inf on purpose, so nan from a row of -inf is a fault of its own.
         is_made_here = inputs.any_inf and bool(tensor.isnan().any()) and (not earlier or "softmax" in name)
         was_in_inputs = inputs.any_nan or (inputs.any_inf and not is_made_here)
         if was_in_inputs or inputs.infinite_number:
@@ -316,16 +317,20 @@ class OverflowWatch:
         here = self._origins.of([tensor])
         if place.phase == BACKWARD:
             self.went_backward = True
-            self._harm.of_backward = _joined(self._harm.of_backward, here)
+            self._harm.of_backward = _first_of(self._harm.of_backward, here)
         elif place.module is None and tensor.numel() == 1:
-            self._harm.of_loss = _joined(self._harm.of_loss, here)
+            self._harm.of_loss = _first_of(self._harm.of_loss, here)
 
 
 @dataclass
 class _Harm:
-    """Find the faults whose inf and nan arrived; None if nothing arrived.
+    """The faults whose inf or nan reached the model's results, the loss or gradients; None: no inf or nan did.
 
     Attributes:
+        of_results: those that reached what the model returned.
+        of_loss: those that reached a tensor of one element outside of the model.
+        of_backward: those that reached any result in the backward pass.
+        of_parameters: those that reached the gradient of a parameter.
         sees_gradients: whether the gradient of a parameter was seen.
     """
 
@@ -341,12 +346,13 @@ class _Harm:
         return self.of_parameters if self.sees_gradients else self.of_backward
 
 
-def _joined(one: frozenset[int] | None, other: frozenset[int]) -> frozenset[int]:
-    # The first that arrived is explained first: later ones may have faults of their own.
-    return one or other
+def _first_of(earlier: frozenset[int] | None, later: frozenset[int]) -> frozenset[int]:
+    """Return the earlier faults, if there are any: later ones may follow from them."""
+    return earlier or later
 
 
 def _may_be_mask(tensor: torch.Tensor) -> bool:
+    """Return whether the only numbers that are not finite are -inf."""
     return not bool((tensor.isnan() | (tensor == math.inf)).any())
 
 
@@ -354,7 +360,8 @@ def _peak(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach(), math.inf))
 
 
-def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_above_arguments(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a result's largest magnitude is no constant argument, and above that of every tensor argument."""
     numbers = (abs(n) for n in (*args, *kwargs.values()) if isinstance(n, float))
     return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
 
@@ -365,7 +372,7 @@ class _Inputs:
     Attributes:
         bad: those with inf or nan.
         bits: of the widest.
-        any_nan, any_inf: whether one holds nan, and whether one holds inf.
+        any_nan, any_inf: whether one contains nan, and whether one contains inf.
         numbers: the finite constants among the arguments.
         infinite_number: whether there is an infinite one.
     """

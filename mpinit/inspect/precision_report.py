@@ -49,7 +49,7 @@ _VIEWS: Final = frozenset(
 )
 _COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "cast", "why")
 _SHOWN: Final = 60
-_FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for the backward pass."
+_FORWARD_ONLY: Final = "Forward only: pass loss=, a function of the output, for the backward pass."
 
 
 @final
@@ -64,7 +64,7 @@ class Row:
         op: the operation's name in torch's dispatcher, such as "addmm" or "_softmax".
         inputs: the floating dtypes among its inputs, each once, in order.
         outputs: the floating dtypes among its outputs, each once, in order.
-        why: the reason of its dtype: policy row, weight type, promotion or user's code.
+        why: the reason of its dtype, such as the cast policy, the weights' or inputs' dtype, or a cast in your code.
         where: the file and line of a cast in the user's code; else "".
         flagged: whether it ran in 16 bits although the cast policy requires float32.
         count: how often it ran.
@@ -135,7 +135,7 @@ class PrecisionReport:
             f"{counted(forward, 'operation')} forward, {backward:,} backward; "
             f"{counted(casts, 'cast that writes', 'casts that write')} {size}; "
             f"{counted(sum(row.count for row in self.flagged), 'operation')} in 16 bits though the cast "
-            "policy calls for float32"
+            "policy requires float32"
         )
 
     def __str__(self) -> str:
@@ -212,7 +212,7 @@ class _Reason(NamedTuple):
 class _Frame:
     """The running forward of a module: the dtypes of its own tensors, and the casts in its code so far.
 
-    ``casts_on`` is read when it begins, because autocast's own kernels switch the flag off.
+    ``casts_on`` is read when the forward begins, because autocast's own kernels switch the flag off.
     """
 
     weights: tuple[str, ...]
@@ -250,8 +250,10 @@ class Recording:
     def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
         is_kept = module in self._kept or (isinstance(module, _NormBase) and _FLOAT32 in weights)
-        begins = len(self._frames) == 1 and self._plan is not None and self._plan.properties.patch_torch_functions
-        self._frames.append(_Frame(weights, is_kept, begins or is_on(), {}))
+        # The model's own forward switches casts on after this hook.
+        is_outermost = len(self._frames) == 1
+        switches_on = is_outermost and self._plan is not None and self._plan.properties.patch_torch_functions
+        self._frames.append(_Frame(weights, is_kept, switches_on or is_on(), {}))
 
     def _module_ends(self, name: str, output: Any) -> None:
         self._frames.pop()
@@ -281,7 +283,7 @@ class Recording:
         is_backward = place.phase == BACKWARD
         if cast is not None:
             words = f"{cast[0]} to {cast[1]}"
-            return _Reason(f"backward of a cast: {words}") if is_backward else self._of_cast(words, cast[1])
+            return _Reason(f"backward of a cast: {words}") if is_backward else self._reason_of_cast(words, cast[1])
         if not (inputs or outputs):
             return _Reason("no floating point")
         if is_backward:
@@ -291,11 +293,11 @@ class Recording:
             return _Reason(f"backward of {forward}, in the type of its forward")
         row = self._row_of(name)
         lower = any(each in _LOWER for each in inputs)
-        followed = _of_row(row, inputs, lower) if row is not None and self._frames[-1].casts_on else None
+        followed = _reason_of_row(row, inputs, lower) if row is not None and self._frames[-1].casts_on else None
         if followed is not None:
             return followed
         flagged = row is not None and row.cast in (Cast.FP32, Cast.BANNED) and lower
-        return self._of_inputs(inputs, outputs)._replace(flagged=flagged)
+        return self._reason_of_inputs(inputs, outputs)._replace(flagged=flagged)
 
     def _row_of(self, operation: str) -> CastRow | None:
         """Return the policy's row of an operation of the dispatcher; None for in-place operations and those without."""
@@ -305,7 +307,7 @@ class Recording:
         named = next((name for prefix, name in _PREFIXES if operation.startswith(prefix)), "")
         return None if "backward" in operation else self._policy.get(named)
 
-    def _of_inputs(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Reason:
+    def _reason_of_inputs(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Reason:
         frame = self._frames[-1]
         if len(inputs or outputs) > 1:
             if frame.is_kept:
@@ -320,7 +322,7 @@ class Recording:
             return _Reason(f"weight type: weights are {dtype}")
         return _Reason(f"input type: {dtype}" if inputs else f"made in {dtype}")
 
-    def _of_cast(self, words: str, target: str) -> _Reason:
+    def _reason_of_cast(self, words: str, target: str) -> _Reason:
         caller, frame = caller_of_operation(_WATCHERS), self._frames[-1]
         if caller is None:
             return _Reason(f"cast by torch: {words}")
@@ -338,10 +340,10 @@ class Recording:
         return _Reason(f"user's code: {words}", where)
 
 
-def _of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | None:
+def _reason_of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | None:
     """Return the reason of an operation that has a row, while casts are on; None if it did not follow the row."""
     if row.cast is Cast.PROMOTE:
-        return _Reason(f"policy: {row.name} takes the widest type given")
+        return _Reason(f"policy: {row.name} runs in the widest type of its arguments")
     if row.cast is Cast.LOWER_PRECISION:
         return _Reason(f"policy: {row.name} runs in {inputs[0]}") if lower else None
     if not lower:

@@ -85,15 +85,15 @@ def suggest(
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"suggest takes a model, an optimizer and a step, not {type(model).__name__} and {type(optimizer).__name__}"
+            f"suggest needs a model, an optimizer and a step, not {type(model).__name__} and {type(optimizer).__name__}"
         )
     if not levels or isinstance(levels, str):
-        raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
+        raise ValueError(f"levels={levels!r}: pass a tuple of levels, such as ('O2', 'O5')")
     for level in levels:
         resolve(level, keywords)
     _check_step(step, model, optimizer)
-    with same_random_numbers() as again:
-        trials = Trials(model, optimizer, step, again)
+    with same_random_numbers() as restore_random_numbers:
+        trials = Trials(model, optimizer, step, restore_random_numbers)
         return _Examination(trials, tolerance, keywords).run(levels)
 
 
@@ -227,7 +227,7 @@ class _Examination:
         return {
             "data": "The batch itself contains inf or nan: check the data; no level helps.",
             "weights": "The weights contain inf or nan: go back to an earlier checkpoint, and lower the learning rate.",
-        }.get(kind, f"float32 gives inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
+        }.get(kind, f"float32 computes inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
 
     def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[_Added | None, str]:
         """Return the arguments with which a level agrees with float32, or None, and a sentence for the report."""
@@ -270,7 +270,7 @@ class _Examination:
     def _agrees_with(self, level: str, keywords: dict[str, Any], added: _Added) -> bool:
         try:
             return self._run_at(level, keywords, added)[1].agrees
-        except (RuntimeError, TypeError):  # an operation got the float32 input together with 16-bit weights
+        except (RuntimeError, TypeError):  # an operation on the float32 input and a 16-bit weight
             return False
 
     def _run_at(self, level: str, keywords: Mapping[str, Any], added: _Added) -> tuple[Trial, Run]:
@@ -300,8 +300,8 @@ class _Examination:
         )
         if not same:
             raise ValueError(
-                "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
-                "before mpinit.suggest is called"
+                "step(model, optimizer) passed the model another batch than in the float32 run: let it use one batch, "
+                "drawn before mpinit.suggest is called"
             )
 
     def _compare(self, trial: Trial, level: str, added: _Added) -> Run:

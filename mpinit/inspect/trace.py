@@ -50,10 +50,11 @@ class ModelTrace:
         self._begins, self._ends = begins, ends
         self._is_unseen = False
         self._operation = operation
-        self._mode: Any = nullcontext() if operation is None else OperationsSeen(self._show)
+        self._mode: Any = nullcontext() if operation is None else OperationsSeen(self._call_operation)
         self._thread = threading.get_ident()
         self._stack = ExitStack()
         self._running: list[str] = []
+        # At each begin and end of a forward: the next node's number, and the module that runs from there on.
         self._numbers: list[int] = []
         self._ran: list[str | None] = []
 
@@ -71,14 +72,16 @@ class ModelTrace:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Hide the operations of the block: the inspector's own, in a hook of a module or of a gradient."""
+        """Report no operations inside the block: they are those of the report itself, in a hook."""
         before, self._is_unseen = self._is_unseen, True
         try:
             yield
         finally:
             self._is_unseen = before
 
-    def _show(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def _call_operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
         return run() if self._is_unseen else self._operation(operation, args, kwargs, run)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
@@ -103,6 +106,7 @@ class ModelTrace:
         self._ran.append(self._running[-1] if self._running else OUTSIDE)
 
     def place(self) -> Place:
+        """Return the place of the operation that runs now."""
         node = running_node()
         # Modules also run in a backward pass, when a checkpoint recomputes its forward.
         if self._running or node is None:

@@ -87,13 +87,13 @@ class Trials:
     """The trials of one model. Each trains fresh copies, and begins with the same random numbers.
 
     Attributes:
-        again: restores the random generators to the beginning of a trial.
+        restore_random_numbers: restores the random generators to their state at the beginning of a trial.
     """
 
     model: nn.Module
     optimizer: Optimizer
     step: UserStep
-    again: Undo
+    restore_random_numbers: Undo
 
     def run(
         self,
@@ -124,7 +124,7 @@ class Trials:
             trial.damaged_buffers = _damaged(before, dict(clone.named_buffers()))
             hook = _on_inputs(clone, trial, rounded)
             trial.watch = None if watched is None else OverflowWatch(clone, watched)
-            self.again()
+            self.restore_random_numbers()
             try:
                 with kept_from_running(self.model, "mpinit.suggest", _ADVICE), torch.enable_grad():
                     _Training(trial, twin, session, self).run(steps)
@@ -161,10 +161,12 @@ class _Training:
                 if sum(trial.skips) >= _MOST_SKIPS or not can_help:
                     break
                 if not trial.losses:
-                    self.trials.again()  # the first step that is not skipped has the same random numbers in every trial
+                    # The first step that is not skipped has the same random numbers in every trial.
+                    self.trials.restore_random_numbers()
                 continue
             if not trial.gradients:
-                trial.copy_gradients()  # an optimizer with a closure has computed them inside its step
+                # The step was called with a closure, which has computed the gradients inside of it.
+                trial.copy_gradients()
             trial.losses.append(loss)
             if not was_stepped or not math.isfinite(loss):
                 break
@@ -192,7 +194,9 @@ class _Training:
             parameter.grad = None
         loss = self.trials.step(self.trial.model, self.optimizer)
         if self.trial.inputs is None:
-            raise ValueError("step(model, optimizer) did not run the model it was given: it has to use its arguments")
+            raise ValueError(
+                "step(model, optimizer) did not run the model that was passed to it: it has to use its arguments"
+            )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TypeError(f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}")
         was_stepped = self.stepped > stepped

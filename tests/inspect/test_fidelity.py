@@ -133,7 +133,7 @@ def test_a_weight_that_was_written_after_the_export_is_named() -> None:
 
 def test_fidelity_refuses_wrong_arguments() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="takes a module and its inputs, not int"):
+    with pytest.raises(TypeError, match="needs a module and its inputs, not int"):
         mpinit.fidelity(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing to compare"):
         mpinit.fidelity(model, torch.ones(1, 2), output=lambda y: None)

@@ -247,7 +247,7 @@ HINTS: dict[str, tuple[Any, str]] = {
     "a constant": (lambda x: x * 70000.0 / 70000.0, "a factor of 70000 is too large here"),
     "a row that is masked whole": (
         lambda x: x + torch.softmax(torch.full_like(x, -60000.0) * 2.0, -1),
-        "leave one position of each row unmasked",
+        "keep one position of each row unmasked",
     ),
     "a sum": (lambda x: x * (x.abs() * 9000).sum(), "divide before it is summed"),
     "a logarithm of 0": (lambda x: (x.square() * 1e-12).log() * 0 + x, "clamp to at least 1e-6"),
@@ -307,5 +307,5 @@ def test_scripted_modules_can_be_watched() -> None:
 
 
 def test_only_a_module_can_be_watched() -> None:
-    with pytest.raises(TypeError, match="takes a module, not int"):
+    with pytest.raises(TypeError, match="needs a module, not int"):
         mpinit.watch_overflow(3)  # type: ignore[arg-type]

@@ -346,7 +346,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "load_state_dict": (lambda model: mpinit.load_state_dict({}, sgd(model)), RuntimeError, "was not initialised"),
     "step_counts": (lambda model: mpinit.step_counts(sgd(model)), RuntimeError, "was not initialised"),
     "overflow_report": (lambda model: mpinit.overflow_report(sgd(model)), RuntimeError, "was not initialised"),
-    "audit": (lambda model: mpinit.audit(sgd(model)), TypeError, "audit takes a module and an optimizer, not SGD"),
+    "audit": (lambda model: mpinit.audit(sgd(model)), TypeError, "audit needs a module and an optimizer, not SGD"),
     "suggest": (
         lambda model: mpinit.suggest(model, sgd(model), lambda *_: None, levels=()),
         ValueError,
