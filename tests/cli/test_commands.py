@@ -207,6 +207,17 @@ def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str, said: Said
     assert status == 2 and f"there is no command {typed!r}; {meant}" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["-m"], "-m needs the name of a module"), ([], "the following arguments are required: SCRIPT")],
+)
+def test_run_asks_for_the_argument_that_is_missing(words: list[str], message: str, said: Said) -> None:
+    status, out, err = said("run", *words)
+    assert (status, out) == (2, "")
+    assert "usage: mpinit run" in err and f"error: {message}" in err
+    assert ("SCRIPT" in err.splitlines()[-1]) == (not words)
+
+
 def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpinit, "__version__", "9.9.9")
     assert said("--version") == (0, "mpinit 9.9.9\n", "")
