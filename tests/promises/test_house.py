@@ -1,4 +1,4 @@
-"""The code's shape: constructors, layers of imports, files that are entered.
+"""Structure of the package: sizes of classes, layers of imports, numbers of files and calls.
 
 Below the public face: the package's own structure is tested.
 """
@@ -50,7 +50,7 @@ def classes() -> Iterator[type]:
 
 
 def test_no_constructor_has_more_than_5_arguments() -> None:
-    """But dataclasses, which are records, and ``compat/``, whose signatures are apex's."""
+    """Check all classes but dataclasses, and those in ``compat/``, whose signatures are apex's."""
     found = set()
     for cls in classes():
         if "__init__" in vars(cls) and inspect.isfunction(cls.__init__) and not dataclasses.is_dataclass(cls):
@@ -97,21 +97,21 @@ def test_no_interface_has_a_single_implementer() -> None:
     assert not found
 
 
-def test_nothing_asks_the_collector_reference_counts_frames_or_bytecode() -> None:
+def test_only_torch_internals_and_basics_use_gc_frames_or_bytecode() -> None:
     inside = re.compile(r"\bgc\.|\bgetrefcount\b|\b_getframe\b|\bcurrentframe\b|\bimport dis\b|\bco_code\b")
-    rooms = ("torch_internals/", "basics/")
-    found = {name for name, text in SOURCES.items() if not name.startswith(rooms) and inside.search(code_of(text))}
+    allowed = ("torch_internals/", "basics/")
+    found = {name for name, text in SOURCES.items() if not name.startswith(allowed) and inside.search(code_of(text))}
     assert not found
 
 
-def test_only_torch_internals_tells_devices_apart() -> None:
+def test_only_torch_internals_compares_device_types() -> None:
     apart = re.compile(r"device\.type\s*(?:[!=]=|in\b|not in\b)\s*[\"'({\[]")
     found = {name for name, text in SOURCES.items() if not name.startswith("torch_internals/") and apart.search(text)}
     assert not found
 
 
 def code_of(text: str) -> str:
-    """A file without its comments and docstrings."""
+    """Return a file's code without comments and docstrings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -119,7 +119,7 @@ def code_of(text: str) -> str:
     return ast.unparse(tree)
 
 
-def test_no_method_overrides_a_concrete_one() -> None:
+def test_no_method_overrides_a_concrete_method() -> None:
     found = []
     for cls in classes():
         for base in cls.__mro__[1:]:
@@ -133,14 +133,14 @@ def test_no_method_overrides_a_concrete_one() -> None:
 
 
 def _is_written_in(cls: type, name: str) -> bool:
-    """Torch sets an inherited ``step`` in its wrapper on the class of each optimizer that is made."""
+    """Return whether the class body defines ``name``: torch also sets a wrapped ``step`` on each optimizer's class."""
     member = vars(cls).get(name)
     written = getattr(getattr(member, "fget", member), "__qualname__", None)
     return bool(written == f"{cls.__qualname__}.{name}")
 
 
-# The rows of the house, from the ground up; a folder's name stands for everything in it. A file imports from its own
-# folder and from rows below.
+# The layers, lowest first; the name of a folder includes its files. A file imports from its own folder and from rows
+# that are lower.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("basics",),
     ("torch_internals",),
@@ -161,7 +161,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name below the package ("" for the package itself) -> file."""
+    """Map dotted names below the package ("" is the package itself) to files."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -177,11 +177,11 @@ def row_of(name: str) -> int:
     for number, names in enumerate(ROWS):
         if folder in names:
             return number
-    raise AssertionError(f"mpinit/{name.replace('.', '/')} is in no row: give its folder one in this file")
+    raise AssertionError(f"mpinit/{name.replace('.', '/')} is in no row: add its folder to ROWS")
 
 
 def imported(name: str) -> Iterator[str]:
-    """The package's own modules that ``name`` imports, anywhere in its source."""
+    """Yield the package's own modules that ``name`` imports, anywhere in its source."""
     path = MODULES[name]
     own_package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     own_package = [part for part in own_package if part]
@@ -204,7 +204,7 @@ def imported(name: str) -> Iterator[str]:
 
 
 def nearest(parts: list[str]) -> str:
-    """The longest leading part that is a module: what follows is a name inside it."""
+    """Return the longest leading part that is a module; the remaining parts are names inside it."""
     while parts and ".".join(parts) not in MODULES:
         parts = parts[:-1]
     return ".".join(parts)
@@ -213,7 +213,7 @@ def nearest(parts: list[str]) -> str:
 EDGES = {name: {target for target in imported(name) if target != name} for name in MODULES}
 
 
-def test_the_walk_sees_the_imports_it_should() -> None:
+def test_edges_include_known_imports() -> None:
     assert {"settings.properties", "basics.dtypes", "plan", ""} <= set(MODULES)
     assert "settings.properties" in EDGES["settings.resolve"]
     assert EDGES["basics.dtypes"] == set()
@@ -221,11 +221,11 @@ def test_the_walk_sees_the_imports_it_should() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_stay_in_the_folder_or_point_to_rows_below(name: str) -> None:
+def test_module_imports_only_its_folder_and_rows_below(name: str) -> None:
     folder = name.partition(".")[0]
     elsewhere = {target for target in EDGES[name] if target.partition(".")[0] != folder}
     if name in ("", "__main__", "cli.run"):
-        elsewhere -= {"cli", "compat", "compat.running"}  # the faces are one row with compat
+        elsewhere -= {"cli", "compat", "compat.running"}  # they are in the same row
     upward = {target for target in elsewhere if row_of(target) >= row_of(name)}
     assert not upward, f"mpinit.{name} imports {upward} from its own row or above"
 
@@ -254,14 +254,14 @@ def find_cycle(edges: dict[str, set[str]]) -> list[str]:
 
 def test_imports_have_no_cycle() -> None:
     assert find_cycle(EDGES) == []
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "where there is one, it is found"
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "find_cycle finds a cycle"
 
 
 CORE = [name for name in MODULES if name.split(".")[0] not in ROWS[-1]]
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_the_core_needs_only_torch_pydantic_and_the_standard_library(name: str) -> None:
+def test_core_imports_only_torch_pydantic_and_the_standard_library(name: str) -> None:
     roots = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -272,18 +272,18 @@ def test_the_core_needs_only_torch_pydantic_and_the_standard_library(name: str) 
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_the_core_does_not_know_the_compatibility_package(name: str) -> None:
+def test_core_does_not_import_compat(name: str) -> None:
     assert not [target for target in EDGES[name] if target.split(".")[0] == "compat"]
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_the_core_logs_and_never_prints(name: str) -> None:
+def test_core_never_calls_print(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert "print" not in calls
 
 
-def test_import_postpones_torch_pydantic_and_inspectors() -> None:
+def test_import_of_mpinit_loads_neither_torch_nor_pydantic_nor_inspect() -> None:
     program = """
 import sys, mpinit
 late = [name for name in sys.modules if name.split(".")[0] in ("torch", "pydantic", "pydantic_core")]
@@ -322,7 +322,7 @@ def calls_made(function: Callable[[], Any]) -> list[str]:
             found.append(frame.f_code.co_filename.removeprefix(str(PACKAGE)))
 
     gc.collect()
-    gc.disable()  # the collector would end other tests' sessions
+    gc.disable()  # finalizers of other tests' sessions would count
     sys.setprofile(profile)
     try:
         function()
@@ -333,12 +333,12 @@ def calls_made(function: Callable[[], Any]) -> list[str]:
 
 
 def blocks(count: int) -> nn.Module:
-    """A layer, its norm and its activation, some times."""
+    """Make ``count`` blocks of a layer, its norm and its activation."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(count)))
 
 
 @pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 23, 8), ("O2", 38, 23), ("O5", 38, 23)])
-def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> None:
+def test_initialize_iteration_and_forward_run_code_of_few_files(level: str, set_up: int, iteration: int) -> None:
     model = blocks(6)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = torch.randn(4, 8)
@@ -349,7 +349,7 @@ def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
 
-    # What the process does once, for whatever model comes first, is no way through this one.
+    # The first initialize of a process runs code that later ones do not.
     mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0))
     found = files_entered(lambda: mpinit.initialize(model, optimizer, opt_level=level, verbosity=0))
     assert len(found) <= set_up, sorted(found)
@@ -377,7 +377,7 @@ def test_initialize_at_o2_enters_38_files_and_calls_1400_functions() -> None:
 
 
 def walks_over(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record from now on every walk that begins at ``model``, by whatever name."""
+    """Record every call from now on that iterates over the modules or tensors of ``model``."""
     walks: list[str] = []
 
     def record(owner: Any, name: str) -> None:
@@ -418,8 +418,8 @@ def test_initialize_walks_over_a_model_at_most_three_times(
 
 
 @pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_float32_block_makes_no_call_for_each_weight(opt_level: str) -> None:
-    """Loops with an average of the weights enter one in each iteration."""
+def test_calls_of_a_float32_weights_block_do_not_grow_with_the_model(opt_level: str) -> None:
+    """Compare 5 with 15 layers: a loop that averages weights enters such a block in each iteration."""
 
     def block() -> None:
         with mpinit.float32_weights(model):
@@ -450,7 +450,7 @@ def test_float32_block_makes_no_call_for_each_weight(opt_level: str) -> None:
     ],
     ids=str,
 )
-def test_a_state_dict_makes_few_calls_a_tensor(keywords: dict[str, Any]) -> None:
+def test_state_dict_makes_at_most_10_calls_a_tensor(keywords: dict[str, Any]) -> None:
     calls, tensors = [], []
     for count in (5, 15):
         model = blocks(count)
