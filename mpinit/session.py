@@ -113,7 +113,8 @@ class Session:
         failed.push(self._undos.unwind)
         failed.push(partial(setattr, self, "is_live", False))
         self._apply(index)
-        self.step_guard.tensor_ids = index.tensor_ids()  # after the casts, which replace buffers
+        # After the casts, which replace buffers.
+        self.forward_guard.tensor_ids = self.step_guard.tensor_ids = index.tensor_ids()
 
     def begin(self) -> None:
         """Mark the session as live after its set-up, and drop the values that only a failed set-up would need."""
@@ -126,7 +127,6 @@ class Session:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
-        self.forward_guard.initial = frozenset([id(parameter) for _, parameter in index.parameters])
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()

@@ -64,13 +64,16 @@ class ForwardGuard:
         has_float32_values: whether there are float32 values that users may write to.
         written: the buffers and frozen parameters whose in-place writes by forwards are recorded; None: none are.
         inputs: the warnings of inputs that a cast would spoil; None if inputs are not cast to 16 bits.
+        tensor_ids: the ids of the models' parameters and buffers, after the casts.
+        eager_forwards: how many forwards ran that were not compiled. Such a forward applies writes.
     """
 
     lower_dtype: torch.dtype | None = None
     has_float32_values = True
     inputs: InputWarnings | None = None
     written: WrittenState | None = None
-    initial: frozenset[int] = frozenset()
+    tensor_ids: frozenset[int] = frozenset()
+    eager_forwards = 0
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
         self.models = models
@@ -80,7 +83,7 @@ class ForwardGuard:
         self._is_first = True
         # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
-        self._forwards, self._next_read = 0, 1
+        self._next_read = 1
 
     def before_forward(self) -> None:
         """Apply pending writes, and check the parameters in the first forward.
@@ -99,7 +102,7 @@ class ForwardGuard:
             if first is not None and first.weight.grad_dtype is not None:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
-        self._values.ran_eagerly = True
+        self.eager_forwards += 1
         if self.has_float32_values:
             with self._lock:
                 self._values.apply_writes()
@@ -111,7 +114,6 @@ class ForwardGuard:
         written = self.written
         if written is None or not is_eager():
             return False
-        written.ran_eagerly = True
         if not (written.is_watching and module.training):
             return False
         if not self._optimizers and written.watched > 1:
@@ -122,9 +124,8 @@ class ForwardGuard:
         return not self._values.masters.are_in_model
 
     def reads_inputs(self) -> bool:
-        """Count a forward, and return whether to read its inputs, which may be a device sync."""
-        self._forwards += 1
-        if self._forwards != self._next_read or self.inputs is None:
+        """Return whether to read the inputs of this forward, which may be a device sync."""
+        if self.eager_forwards < self._next_read or self.inputs is None:
             return False
         if self._next_read < _LAST_READ:
             self._next_read *= 10
@@ -150,8 +151,8 @@ class ForwardGuard:
             return  # in a forward FSDP2 has gathered them into others
         stepped = set(map(id, parameters))
         named = [each for model in self.models for each in model.named_parameters()]
-        gone = (stepped & self.initial).difference(id(parameter) for _, parameter in named)
-        new = [name for name, p in named if p.requires_grad and id(p) not in stepped | self.initial] if gone else []
+        gone = (stepped & self.tensor_ids).difference(id(parameter) for _, parameter in named)
+        new = [name for name, p in named if p.requires_grad and id(p) not in stepped | self.tensor_ids] if gone else []
         if new:
             warn_user(
                 f"{counted(len(new), 'parameter was', 'parameters were')} put into the model after mpinit.initialize "

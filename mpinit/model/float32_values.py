@@ -68,7 +68,6 @@ class Float32Values:
         casts: the casts of all other tensors, with their float32 values.
         block_parameters: the float32 parameters that were made for ``float32_weights`` blocks.
         places: the places of the models' 16-bit tensors.
-        ran_eagerly: whether a forward that was not compiled ran since the last step. Such a forward applies writes.
     """
 
     def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
@@ -87,7 +86,6 @@ class Float32Values:
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
         self.places = Places(models)
-        self.ran_eagerly = False
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 

@@ -79,13 +79,13 @@ class KeptState:
         Args:
             united: a collective of the ranks that train the same model: returns the names that any of them passes.
         """
-        written = self.written
-        if written is None:
+        written, guard = self.written, self._guard
+        if written is None or guard is None:
             return
         self._step += 1
         is_next_watched, was_watched = is_watched(self._step + 1), is_watched(self._step)
         if is_next_watched or was_watched:
-            written.end_of_iteration()
+            written.end_of_iteration(guard.eager_forwards)
         if was_watched and (not is_next_watched or self._step == 1):
             names = set(united(sorted(written.written - self._warned)))
             self._keep([place for place in written.places if place.name in names], written)

@@ -75,7 +75,7 @@ class WrittenState:
         losing: the names of those whose last write was a small change, as 16 bits round away.
         is_watching: whether forwards are watched at the moment.
         watched: how many forwards were watched.
-        ran_eagerly: whether a forward that was not compiled ran since the last step.
+        eager_forwards: how many forwards that were not compiled had run at the last step.
         versions: name -> the id and the version of the tensor at the last step.
     """
 
@@ -84,18 +84,21 @@ class WrittenState:
     losing: set[str] = field(default_factory=set)
     is_watching: bool = True
     watched: int = 0
-    ran_eagerly: bool = False
+    eager_forwards: int = 0
     versions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def end_of_iteration(self) -> None:
+    def end_of_iteration(self, eager_forwards: int) -> None:
         """Find writes of compiled forwards, which cannot be watched, by the versions since the last step.
 
         In a process group nothing is found this way, because DistributedDataParallel writes to all buffers.
+
+        Args:
+            eager_forwards: how many forwards have run that were not compiled.
         """
         now = {place.name: (id(t), _version(t)) for place in self.places if (t := place.present()) is not None}
-        if self.is_watching and not (self.ran_eagerly or is_distributed()):
+        if self.is_watching and eager_forwards == self.eager_forwards and not is_distributed():
             self.written |= {name for name, version in now.items() if self.versions.get(name, version) != version}
-        self.versions, self.ran_eagerly = now, False
+        self.versions, self.eager_forwards = now, eager_forwards
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -86,6 +86,8 @@ class GradientChecks:
         self._rule = rule
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
+        # How many forwards that were not compiled had run at the last step.
+        self._forwards = 0
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
@@ -142,10 +144,10 @@ class GradientChecks:
         """
         self._members.sync_groups()
         self.check_gradients(what)
-        values = self._members.values
-        if has_compiled() and not values.ran_eagerly:
+        values, forwards = self._members.values, self.ranks.guard.eager_forwards
+        if has_compiled() and forwards == self._forwards:
             _warn_of_late_writes(values, self._warned)  # after a plain backward pass, which nothing checks
-        values.ran_eagerly = False
+        self._forwards = forwards
         values.apply_writes()
         self.agree()
         # An LR scheduler warns if no step came before it. A skipped step counts as one.

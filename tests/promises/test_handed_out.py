@@ -84,7 +84,10 @@ def read_by_step(training: Training) -> None:
         weight = training.weight(name)
         weight.grad = torch.ones_like(weight, dtype=weight.grad_dtype or weight.dtype)
         training.by_hand.gradients[name] = torch.ones(weight.shape)
-    training.step()
+    with warnings.catch_warnings():
+        # Where an earlier test has compiled a model, the step warns that no forward has used the writes.
+        warnings.filterwarnings("ignore", ".*the forward pass has not used the new numbers")
+        training.step()
 
 
 def read_by_block(training: Training) -> None:
