@@ -1,6 +1,6 @@
-"""DistributedDataParallel: its events and state, float32 reduction, and broadcasts of masters, which it does not see.
+"""DistributedDataParallel: its events and state, reduction in float32, and broadcasts of masters, which it lacks.
 
-Nothing is imported for it: torch itself has loaded the class.
+The class costs no import: ``import torch`` loads it.
 """
 
 import enum
@@ -20,7 +20,10 @@ _CHUNK: Final = 1 << 26
 
 
 def is_joining(wrapper: Any) -> bool:
-    """Return whether a DistributedDataParallel is in ``join()``, where ended ranks shadow its own collectives only."""
+    """Return whether a DistributedDataParallel is in ``join()``.
+
+    There, ranks that have no batch left run the same collectives as DistributedDataParallel, but none of mpinit's.
+    """
     return bool(wrapper._join_config.enable)
 
 
@@ -81,15 +84,15 @@ class _Float32Average:
     """
 
     def __init__(self, wrapper: Any) -> None:
-        # Weak, because the wrapper's reducer holds this, which the garbage collector does not see.
+        # Weak: the wrapper's reducer, a C++ object, refers to this. The garbage collector does not see such a cycle.
         self._wrapper: Any = weakref.ref(wrapper)
         self.adds_zeros = False
 
     def __call__(self, gradients: torch.Tensor) -> Any:
-        """Begin to average float32 gradients over the ranks; return a future of the mean."""
+        """Start to average float32 gradients over the ranks; return a future of the mean."""
         wrapper, distributed = self._wrapper(), torch.distributed
         if is_joining(wrapper) and not wrapper._divide_by_initial_world_size:
-            # Each rank that has a batch counts itself in one more number.
+            # Ranks are counted in one more element: each adds 1 if it has a batch.
             one = gradients.new_full((1,), 0.0 if self.adds_zeros else 1.0)
             counted = torch.cat([gradients.flatten(), one])
             work: Any = distributed.all_reduce(counted, group=wrapper.process_group, async_op=True)
@@ -110,7 +113,7 @@ class _ZeroGradients:
         self._wrapper, self._average = wrapper, average
 
     def __call__(self) -> None:
-        """Let the hook reduce zeros."""
+        """Reduce the buckets, which are zeros on this rank, and not count it."""
         self._average.adds_zeros = True
         try:
             type(self._wrapper)._match_all_reduce_for_bwd_pass(self._wrapper)
@@ -123,7 +126,7 @@ def _average_in_float32(average: Any, bucket: Any) -> Any:
     return average(buffer.float()).then(lambda done: buffer.copy_(done.value().view_as(buffer)))
 
 
-# torch accepts its own types as annotations or none, and not their names.
+# register_comm_hook raises for any annotations but dist.GradBucket and Future.
 _average_in_float32.__annotations__.clear()
 
 
@@ -132,7 +135,7 @@ def broadcast(values: Sequence[Callable[[], torch.Tensor]], src: int, group: Any
     """Send float32 numbers from one rank to all others, a few at a time.
 
     Yields:
-        On the ranks that receive: the place in ``values``, and what it is on ``src``; a tensor of its own. On
+        On the receiving ranks: an index of ``values``, and the value of rank ``src`` there, in a new tensor. On
         ``src``: nothing.
     """
     distributed: Any = torch.distributed
@@ -172,12 +175,15 @@ class Event(enum.Enum):
     JOINED = "join() has ended, and has made the ranks' weights one"
 
 
-# Made with init_sync=False.
+# The DistributedDataParallels that were constructed with init_sync=False.
 _unsynced: Final[WeakIdSet[Any]] = WeakIdSet()
 
 
 def syncs_when_made(wrapper: Any) -> bool:
-    """Return whether a DistributedDataParallel exchanges anything in its ``__init__``; True if made before a patch."""
+    """Return whether a DistributedDataParallel broadcasts in its ``__init__``.
+
+    Return True, too, if it was constructed before the class was patched: ``init_sync`` is then unknown.
+    """
     return wrapper not in _unsynced
 
 
@@ -186,23 +192,23 @@ def _report(event: Event, wrapper: Any) -> None:
         user(event, wrapper)
 
 
-def _make(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+def _init(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
     try:
         arguments = inspect.signature(inner).bind(wrapper, *args, **kwargs).arguments
     except TypeError:
-        arguments = {}  # which torch refuses
+        arguments = {}  # torch's own __init__ raises for them
     if not arguments.get("init_sync", True):
         _unsynced.add(wrapper)
     inner(wrapper, *args, **kwargs)
     _report(Event.MADE, wrapper)
 
 
-def _call(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def _pre_forward(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     _report(Event.CALLED, wrapper)
     return inner(wrapper, *args, **kwargs)
 
 
-def _join(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def _join_hook(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     _report(Event.JOINING, wrapper)
     return _JoinHook(wrapper, inner(wrapper, *args, **kwargs))
 
@@ -219,12 +225,12 @@ class _JoinHook:
         _report(Event.JOINED, self._wrapper)
 
 
-# A user is called with an Event and the wrapper. The class is patched, because a wrapper may be older than all
-# sessions. No hook of torch's reports the end of __init__, before which there is no reducer to register a hook in, and
-# after which its arguments are unknown. A forward hook of all modules would slow each of them. One of the model would
-# miss wrappers of its parts, and be traced by torch.compile, which never traces DistributedDataParallel's own forward.
+# Each user of these patches is called with an Event and the wrapper. The class is patched, because a wrapper may be
+# older than all sessions. torch has no hook at the end of __init__; earlier there is no reducer for a communication
+# hook, and later the arguments are unknown. A global forward hook would slow all modules. One of the model would miss
+# wrappers of its parts, and be traced by torch.compile, which never traces DistributedDataParallel's own forward.
 WRAPPERS: Final = SharedPatches(
-    nn.parallel.DistributedDataParallel, {"__init__": _make, "_pre_forward": _call, "join_hook": _join}
+    nn.parallel.DistributedDataParallel, {"__init__": _init, "_pre_forward": _pre_forward, "join_hook": _join_hook}
 )
 
 
@@ -233,14 +239,14 @@ def refuse_training(wrapper: Any) -> None:
 
     torch silently drops its hooks then, and no gradient is reduced. Evaluation still works.
     """
-    wrapper.register_forward_pre_hook(_check_is_evaluated)
+    wrapper.register_forward_pre_hook(_refuse_in_training)
 
 
-def _check_is_evaluated(wrapper: nn.Module, args: Any) -> None:
+def _refuse_in_training(wrapper: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled() and wrapper.training:
         name = type(wrapper).__name__
         raise RuntimeError(
-            f"this {name} was made around 16-bit weights, which mpinit.undo has given their float32 back: it would "
+            f"this {name} was made around 16-bit weights, which mpinit.undo has cast back to float32: it would "
             f"not reduce gradients over ranks any more. Wrap the model again, model = {name}(model), or evaluate "
             "with it under torch.no_grad()"
         )

@@ -9,18 +9,20 @@ import torch
 from .agreement import Group
 from .sharding import is_sharded, local
 
-# The groups of the ranks of another group that train something. Made once: torch leaves their keys in the store.
+# process_group -> the ranks in it that train -> the group of these ranks. Each is created once, because torch does not
+# delete a group's keys from the store.
 _TRAINING: Final[weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]]] = weakref.WeakKeyDictionary()
 
 
 class Stages:
-    """The ranks whose steps are one.
+    """The ranks of the ``process_group`` of ``initialize``, which all do a step or all skip it.
 
     Attributes:
-        group: the process group of those among them that have an optimizer; None without any, and on a rank without an
-            optimizer.
-        are_replicas: whether all of them hold the same numbers, none of them sharded: each computes gradients of the
-            whole model, perhaps in more passes than another. Stages end as many ``scale_loss`` blocks as the others.
+        group: the process group of those that have an optimizer; None without a ``process_group``, and on a rank
+            without an optimizer.
+        are_replicas: whether all have parameters with the same values, none of them sharded. Then each computes
+            gradients of the whole model, and ranks may run different numbers of ``scale_loss`` blocks in a step.
+            Stages of a pipeline run equally many.
         are_without_this_rank: whether there is a ``process_group``, and this rank has no optimizer.
     """
 
@@ -35,7 +37,7 @@ class Stages:
         return self._whole is not None
 
     def compare(self, parameters: Iterable[torch.Tensor], trains: bool) -> None:
-        """Find out which ranks train something, and whether they hold the same; all ranks of the group call it.
+        """Find out which ranks train, and whether they are replicas. All ranks of the group call it.
 
         Args:
             parameters: of this rank's models.
@@ -55,7 +57,7 @@ class Stages:
 
 
 def _summary(parameters: Iterable[torch.Tensor]) -> Any:
-    """Return what replicas have in common; None where something is sharded."""
+    """Return shapes and sums of the parameters, which replicas have in common; None if one is sharded."""
     found = []
     for parameter in parameters:
         if is_sharded(parameter):
@@ -71,6 +73,6 @@ def _subgroup(group: Group, ranks: list[int]) -> Group:
         return group
     known = _TRAINING.setdefault(group, {})
     if tuple(ranks) not in known:
-        # Only these ranks call it.
+        # By default new_group would wait for all ranks of the process, and the others do not call it.
         known[tuple(ranks)] = distributed.new_group(ranks, use_local_synchronization=True)
     return known[tuple(ranks)]

@@ -1,4 +1,4 @@
-"""The verdict of all ranks: one collective a group, at places that every rank passes equally often."""
+"""The verdict of all ranks: one collective a group, at points that every rank reaches equally often."""
 
 import math
 import weakref
@@ -12,17 +12,18 @@ from ..basics.patching import Undo
 from .agreement import Group, device_for
 from .replicas import is_joining
 
-# The largest of this and a number is the number: of a rank that takes part in a verdict, and has nothing to add.
+# The neutral element of MAX, for a rank that joins a verdict without numbers of its own.
 _NEUTRAL: Final = -math.inf
 
 
 class Verdicts:
     """The verdicts of one session's ranks.
 
-    Every verdict is a vector, of which the largest numbers over all ranks are reduced. A rank may leave a step out, and
-    go on to its next forward, where its engine gathers parameters or reduces buffers with the others, which wait for it
-    in ``optimizer.step()``. So a forward whose gradients are reduced owes a verdict, and a rank that has had none by
-    the next forward takes part in that of the others there, without a number of its own.
+    A verdict is an all-reduce (MAX) of a vector, in ``optimizer.step()`` or at the end of ``scale_loss``. The loop of
+    one rank may skip a call of ``step()`` and begin the next forward, where DistributedDataParallel or FSDP2 runs
+    collectives, while the other ranks wait in ``step()``. So a rank owes a verdict after each forward whose gradients
+    are reduced. If it has not agreed by its next forward, it joins the others' verdict before that forward, without
+    numbers of its own.
 
     Attributes:
         groups: the process groups to reduce over, in the same order on every rank.
@@ -34,11 +35,11 @@ class Verdicts:
         self.groups: Sequence[Group] = ()
         self.size = 0
         self.fsdp_groups: Sequence[Any] = ()
-        self._owes_one = False
+        self._owes_verdict = False
 
     def agree(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the largest of each number over all ranks of the groups; ``vector`` is not changed."""
-        self._owes_one = False
+        """Return the element-wise maximum over all ranks of the groups; ``vector`` is not changed."""
+        self._owes_verdict = False
         agreed = vector.clone()
         for group in self.groups:
             there = agreed.to(device_for(group, agreed.device))
@@ -47,25 +48,25 @@ class Verdicts:
         return agreed
 
     def postpone(self) -> None:
-        """Owe no verdict for the last forward: more passes of the same step follow on all ranks."""
-        self._owes_one = False
+        """Expect no verdict for the last forward: further passes of the same step follow, on all ranks."""
+        self._owes_verdict = False
 
     def follow_forwards(self, module: nn.Module) -> Undo:
-        """Take part, before each forward of ``module``, in a verdict that is owed, until the result is called.
+        """Call :meth:`before_forward` in a forward pre-hook of ``module``; return the function that removes the hook.
 
         All ranks call these forwards equally often. The hook runs before those of FSDP2, which gather parameters.
         """
         return module.register_forward_pre_hook(BeforeForward(self), prepend=True).remove
 
     def before_forward(self, module: nn.Module) -> None:
-        """Take part in the verdict of ranks that step, where this one has left its step out."""
+        """Join the verdict of the ranks that step, if this rank has not called ``step()`` since its last forward."""
         if not self.groups:
             return
-        if self._owes_one:
-            # The device is that of the other ranks' gradients; a model of the meta device has got its memory by now.
+        if self._owes_verdict:
+            # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
             first = next(module.parameters(), None)
             self.agree(torch.full((self.size,), _NEUTRAL, device=None if first is None else first.device))
-        self._owes_one = torch.is_grad_enabled() and self._will_be_reduced(module)
+        self._owes_verdict = torch.is_grad_enabled() and self._will_be_reduced(module)
 
     def _will_be_reduced(self, module: Any) -> bool:
         is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
@@ -73,25 +74,25 @@ class Verdicts:
         return syncs and all(group.reduce_grads for group in self.fsdp_groups)
 
     def were_reduced(self, wrappers: Sequence[Any]) -> bool:
-        """Return whether the gradients of the last forwards are reduced in their backward passes, on all ranks alike.
+        """Return whether backward passes of the last forwards reduce gradients; the same on all ranks.
 
         Args:
             wrappers: the DistributedDataParallel wrappers of the models.
         """
-        # torch sets it in each forward by whether that was inside of no_sync().
+        # torch sets it in each forward: False inside of no_sync().
         synced = all(wrapper.require_forward_param_sync for wrapper in wrappers)
         return synced and all(group.reduce_grads for group in self.fsdp_groups)
 
 
 class BeforeForward:
-    """A hook that calls :meth:`Verdicts.before_forward`; a copy of the module is no part of the session."""
+    """A hook that calls :meth:`Verdicts.before_forward`; in a copy of the module it does nothing."""
 
     def __init__(self, verdicts: Verdicts | None) -> None:
         self._verdicts = None if verdicts is None else weakref.ref(verdicts)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call it where no forward is traced."""
-        # A DistributedDataParallel around the module has taken part already.
+        """Call it unless torch.compile traces the forward."""
+        # DistributedDataParallel around the module has called it already.
         is_inside = nn.parallel.DistributedDataParallel._active_ddp_module is not None
         if torch.compiler.is_compiling() or is_inside or self._verdicts is None:
             return
