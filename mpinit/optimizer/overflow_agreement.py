@@ -1,4 +1,4 @@
-"""The agreement of ranks on overflow: a verdict for some optimizers' gradients, and loss scales that stay one."""
+"""The agreement of ranks on overflow: a verdict for some optimizers' gradients, and loss scales that stay equal."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,10 +21,10 @@ from .wrappers import Wrappers, WrapperStatus
 
 _OTHER_OPTIMIZER: Final = (
     "ranks that reduce gradients together step different optimizers, and cannot agree on whether gradients overflowed: "
-    "some rank has left a step out, or steps in another order. Give mpinit.scale_loss and call step() of the same "
-    "optimizers, in one order, on all ranks"
+    "some rank has not called a step(), or steps in another order. Pass the same optimizers to mpinit.scale_loss and "
+    "call their step(), in the same order, on all ranks"
 )
-# float32 holds whole numbers up to 2**24.
+# float32 represents every integer up to 2**24.
 _BITS: Final = 24
 
 
@@ -33,7 +33,7 @@ class OverflowAgreement:
 
     Attributes:
         stages: the ranks of the ``process_group`` of ``initialize``.
-        exchange: the collectives.
+        verdicts: the collectives.
     """
 
     def __init__(
@@ -46,58 +46,61 @@ class OverflowAgreement:
     ) -> None:
         self.stages = stages
         self._wrappers = wrappers
-        self.exchange = Verdicts()
+        self.verdicts = Verdicts()
         self._guard = guard
         self._scalers = scalers
         self._members = members
         self._passes = [0] * len(scalers)
-        # The groups to agree over, for some members and wrappers.
+        # The groups to agree over; the key is the members and wrappers for which they were computed.
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
-        # True: a verdict is made in steps alone, as ranks may end other numbers of blocks.
+        # True: ranks agree in steps only, because they may run different numbers of scale_loss blocks.
         self._agrees_in_steps = False
-        # True: something that mpinit does not know averages the models.
+        # True: something other than a PostLocalSGDOptimizer averages the models.
         self._averages_weights = False
 
     def follow_shards(self) -> list[Undo]:
-        """Follow the forwards of sharded models, all ranks of which agree; return what ends that."""
+        """Prepare the agreement on sharded models, and hook their forwards; return functions that remove the hooks."""
         parameters, models = list(self._guard.parameters()), self._guard.models
-        self.exchange.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
+        self.verdicts.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
         self._reduce_over(groups_of(meshes_of(parameters), self.stages.group))
-        # Stages call forwards of micro-batches, each as often as it likes.
+        # Stages of a pipeline run forwards of micro-batches, and may run different numbers of them.
         follows = any(map(is_sharded, parameters)) and not self.stages.are_named
-        return [self.exchange.follow_forwards(model) for model in models] if follows else []
+        return [self.verdicts.follow_forwards(model) for model in models] if follows else []
 
     def before_forward(self, wrapper: Any) -> None:
-        """Take part in a verdict that is owed before a DistributedDataParallel's forward exchanges anything."""
+        """Join a verdict that is owed, before a DistributedDataParallel's forward runs collectives."""
         if not self.stages.are_named and self.groups():
-            self.exchange.before_forward(wrapper)
+            self.verdicts.before_forward(wrapper)
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no other rank takes part."""
+        """Return whether every group consists of this rank only."""
         return all(torch.distributed.get_world_size(group) == 1 for group in self.groups())
 
     def _wrappers_with(self, *statuses: WrapperStatus) -> list[Any]:
         return [wrapper for wrapper in self._wrappers.with_status(*statuses) if not is_joining(wrapper)]
 
     def agrees_after_backward(self) -> bool:
-        """Return whether ranks decide at the end of a ``scale_loss`` block, which all of them reach.
+        """Return whether ranks agree at the end of a ``scale_loss`` block, which all of them reach.
 
-        They do where the block's backward pass has reduced gradients. A pass inside of ``no_sync()`` has not, and ranks
-        may have different numbers of them; the next pass that does, or the step, decides then.
+        They do if the block's backward pass has reduced gradients. A pass inside of ``no_sync()`` reduces none, and
+        ranks may have different numbers of such passes: they agree after the next pass that reduces, or in the step.
         """
         self.groups()
         wrappers = self._wrappers_with(WrapperStatus.AGREED, WrapperStatus.PENDING)
-        return not self._agrees_in_steps and self.exchange.were_reduced(wrappers)
+        return not self._agrees_in_steps and self.verdicts.were_reduced(wrappers)
 
     @property
     def agrees_together(self) -> bool:
-        """Return whether one verdict in a step is for all optimizers of a rank: other ranks may have another number."""
+        """Return whether one verdict is for all optimizers of a rank: ranks may have different numbers of them."""
         return self.stages.group is not None
 
     @property
     def agrees_in_steps(self) -> bool:
-        """Return whether the verdict is made in steps, or where the next loss is scaled on a rank without a step."""
+        """Return whether ranks agree in steps only.
+
+        A rank that has not called ``step()`` agrees when it scales its next loss.
+        """
         return bool(self.groups()) and self._agrees_in_steps
 
     @property
@@ -115,7 +118,7 @@ class OverflowAgreement:
             pending: the scalers to update. Those that are due on other ranks are added.
 
         Raises:
-            RuntimeError: ranks that reduce gradients together have scaled them for different losses, or ask about
+            RuntimeError: ranks that reduce gradients together have scaled them for different losses, or step
                 different optimizers.
         """
         if self.has_groups:
@@ -141,12 +144,12 @@ class OverflowAgreement:
         passes, whose = self._passes_since(), self._number_of(places)
         scales = torch.stack([scaler.scale_now().to(device) for scaler in scalers])
         same = torch.cat([scales, passes.to(device), whose.to(device)])
-        reduced = self.exchange.agree(torch.cat([torch.stack([*found, *due]), same, -same]))
+        reduced = self.verdicts.agree(torch.cat([torch.stack([*found, *due]), same, -same]))
         all_found, all_due, most, least = torch.split(reduced, [len(found), len(due), len(same), len(same)])
         differ = most != -least
         if len(same) > len(scalers):
-            _check_same_places(differ[len(scalers) :].tolist(), len(passes))
-        # After a scale was loaded on one rank alone, gradients of two scales have been added up.
+            _check_same_losses_and_optimizers(differ[len(scalers) :].tolist(), len(passes))
+        # If only one rank has loaded a scale, gradients of two scales were added up: that counts as an overflow.
         apart = differ[: len(scalers)].any().float()
         for place, (_, gradients) in zip(places, judged, strict=True):
             gradients.decide(torch.maximum(all_found[place], apart))
@@ -161,7 +164,7 @@ class OverflowAgreement:
 
     @property
     def _slots(self) -> int:
-        """The number of optimizers that a verdict tells apart: stages have other numbers of them, and step as one."""
+        """The number of optimizers whose overflows a verdict distinguishes; stages of a pipeline step as one."""
         return 1 if self.agrees_together else max(len(self._members), 1)
 
     def _place_of(self, members: Members) -> int:
@@ -169,14 +172,14 @@ class OverflowAgreement:
         return 0 if self.agrees_together else places[id(members)]
 
     def _number_of(self, places: Sequence[int]) -> torch.Tensor:
-        """Return a number that says for which optimizers a verdict is; nothing where ranks have other optimizers."""
+        """Encode a verdict's optimizers as one number, a bit for each; empty if ranks may have different optimizers."""
         number = sum(1 << place % _BITS for place in set(places))
         return torch.tensor([] if self.agrees_together else [number], dtype=torch.float32)
 
     def _passes_since(self) -> torch.Tensor:
-        """Return how often each of several losses was scaled since the last verdict; empty where ranks may differ.
+        """Return how often each loss was scaled since the last verdict; empty for one loss, or if ranks may differ.
 
-        The stages of a pipeline, which share a process group, may: they reduce no gradients together.
+        Ranks of a ``process_group``, such as stages of a pipeline, may differ: they reduce no gradients together.
         """
         before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
@@ -190,10 +193,10 @@ class OverflowAgreement:
             stepped = self._stepped()
             reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
             differ = len(self._scalers) > 1 or any(id(p) not in reduced and not is_sharded(p) for p in stepped)
-            # Its gradients are those of a part of the ranks.
+            # With this hook gradients are reduced over a subgroup only, so they differ between ranks.
             local = [wrapper for wrapper in wrappers if "post_localSGD_hook" in hooks_of(wrapper)]
             found = [wrapper.process_group for wrapper in (wrappers if differ else local)]
-            # PostLocalSGDOptimizer counts its steps on every rank.
+            # PostLocalSGDOptimizer averages after some number of steps, so all ranks must count the same steps.
             averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
             averagers = [each if hasattr(each, "process_group") else None for each in averagers]
             averaging = [each.process_group for each in averagers if each is not None]
@@ -207,12 +210,12 @@ class OverflowAgreement:
     def _reduce_over(self, groups: Sequence[Group]) -> None:
         losses = len(self._scalers)
         numbers = losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
-        self.exchange.groups, self.exchange.size = groups, self._slots + 2 * losses + 2 * numbers
+        self.verdicts.groups, self.verdicts.size = groups, self._slots + 2 * losses + 2 * numbers
 
     def _stepped(self) -> list[nn.Parameter]:
         for members in self._members:
             if members.generation == 0:
-                members.sync_groups()  # of an optimizer to which nothing was done yet
+                members.sync_groups()  # its groups were not read yet
         return [weight for members in self._members for weight in members.weights]
 
     def check_averages_masters(self) -> None:
@@ -220,19 +223,20 @@ class OverflowAgreement:
         self.groups()
         if self._averages_weights and any(members.masters for members in self._members):
             raise RuntimeError(
-                "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
-                "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
-                "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
+                "DistributedDataParallel has a post_localSGD_hook, and the averaging of models over ranks would "
+                "average their 16-bit weights, and not the float32 masters: make PostLocalSGDOptimizer("
+                "optimizer, averager) first, and pass that to mpinit.initialize and mpinit.scale_loss"
             )
 
 
-def _check_same_places(parted: Sequence[bool], losses: int) -> None:
-    if any(parted[:losses]):
-        named = " and ".join(f"loss_id={index}" for index, differs in enumerate(parted[:losses]) if differs)
+def _check_same_losses_and_optimizers(differ: Sequence[bool], losses: int) -> None:
+    """Raise if numbers differ between ranks: those of :meth:`_passes_since`, ``losses`` many, or :meth:`_number_of`."""
+    if any(differ[:losses]):
+        named = " and ".join(f"loss_id={index}" for index, differs in enumerate(differ[:losses]) if differs)
         raise RuntimeError(
             f"in this step ranks have scaled {named} a different number of times, and the gradients that they reduce "
             "together would carry different scales: call mpinit.scale_loss with the same loss_id on all ranks. Where "
             "every rank trains a task of its own, use one loss scale for all (num_losses=1)"
         )
-    if any(parted[losses:]):
+    if any(differ[losses:]):
         raise RuntimeError(_OTHER_OPTIMIZER)

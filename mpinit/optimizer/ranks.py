@@ -35,15 +35,15 @@ from .overflow_agreement import OverflowAgreement
 from .unreduced import UnreducedGradients
 from .wrappers import Wrappers, WrapperStatus
 
-# Compared beside the keywords.
+# The key of a setting that ranks compare in addition to the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
-# The names under which wrappers register a model.
+# The names under which DistributedDataParallel and FSDP1 register the model inside them.
 _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
 _INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
 # The settings that may differ between the stages of a pipeline.
 _OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
-_NOT_TIED: Final = (
+_UNKNOWN_PROCESSES: Final = (
     "there are {} other processes, and mpinit cannot know whether they train the same model: the model is in no "
     "DistributedDataParallel, and is not sharded. If you average gradients by hand, pass process_group="
     "torch.distributed.group.WORLD to mpinit.initialize; without it an overflow on one rank would be skipped there "
@@ -51,12 +51,12 @@ _NOT_TIED: Final = (
     "torch.distributed.new_subgroups(group_size=1)[0]"
 )
 _INSIDE_BACKWARD: Final = (
-    "optimizer.step() was called inside of backward(), and gradients are added up over ranks when that is over: every "
-    "rank would step by its own. Call it after backward(), or train in one process"
+    "optimizer.step() was called inside of backward(), and gradients are reduced over ranks at its end: every rank "
+    "would step with gradients of its own. Call it after backward(), or train in one process"
 )
 _NO_OPTIMIZER: Final = (
     "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
-    "for it to agree on overflow: give initialize the optimizer, or await_optimizers=True and add it later"
+    "for it to agree on overflow: pass the optimizer to initialize, or await_optimizers=True and add it later"
 )
 _NOT_LOADED: Final = (
     "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
@@ -71,15 +71,16 @@ class Ranks:
     Sessions agree on three things: the settings; the float32 values of the 16-bit tensors that a wrapper broadcasts;
     and the loss scales. They agree at these times:
 
-    - when a model is wrapped in DistributedDataParallel, and again after ``join()``;
+    - in the constructor of a DistributedDataParallel around a model, and again after ``join()``;
     - at the end of ``initialize``, if parameters are sharded or there is a ``process_group``;
-    - at the end of the first backward pass, or at the first step, under a wrapper that broadcasts nothing or is older.
+    - at the end of the first backward pass, or in the first step, if the constructor broadcasts nothing
+      (``init_sync=False``), or ran before ``initialize``.
 
     :attr:`overflow` agrees on overflow, where gradients may differ by rank.
 
     Attributes:
-        guard: what is checked before a forward of the models.
-        is_first_step: whether no step was checked yet.
+        guard: the checks before each forward of the models.
+        is_first_step: whether :meth:`before_step` was not called yet.
         reduces_in_float32: whether DistributedDataParallel averages 16-bit gradients in float32.
     """
 
@@ -102,7 +103,8 @@ class Ranks:
         self._making: tuple[Any, dict[int, int]] | None = None
         # Ids of the parameters whose dtype the session has changed.
         self._changed: set[int] = set()
-        # When scales were made one, by the sender's clock, how often they were compared since, and had been loaded.
+        # The last broadcast of scales: its time on the sending rank, the number of comparisons since, and how often
+        # scales had been loaded on this rank by then.
         self._since, self._comparisons, self._loads = 0.0, 0, 0
         self.is_first_step = True
 
@@ -186,7 +188,7 @@ class Ranks:
                 self.overflow.before_forward(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
-        # A broadcast writes on every rank, also on the one that sends.
+        # DistributedDataParallel has broadcast the tensors whose version has changed, also on the sending rank.
         now = [(tensor, _version_of(tensor)) for tensor in _tensors_of(wrapper.module)]
         sent = [tensor for tensor, version in now if versions.get(id(tensor), version) != version]
         self._send(wrapper, sent, 0)
@@ -196,8 +198,8 @@ class Ranks:
         self._send_scales(wrapper, 0)
         self._wrappers.mark(wrapper, WrapperStatus.AGREED)
 
-    def _unite(self, wrapper: Any) -> None:
-        """Agree under a wrapper at the first step."""
+    def _agree_under(self, wrapper: Any) -> None:
+        """Agree under a wrapper whose constructor could not, at the end of a backward pass or in the first step."""
         self._check_same_under(wrapper)
         if syncs_when_made(wrapper):
             self._send(wrapper, synced_by(wrapper), 0)
@@ -236,7 +238,8 @@ class Ranks:
     def _send_scales(self, wrapper: Any, src: int) -> None:
         """Send one rank's loss scales to all others.
 
-        Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale.
+        Ranks average scaled gradients, so the scales have to be equal. They differ after one rank was resumed alone, or
+        ended early in ``join()``.
         """
         group = wrapper.process_group
         for scaler in self._scalers:
@@ -264,29 +267,29 @@ class Ranks:
             self.is_first_step = False
         if not is_distributed():
             return
-        self.unite_pending()
+        self.agree_under_pending()
         self.overflow.check_averages_masters()
         rule = self._scalers[0].rule
         if self.overflow.stages.are_without_this_rank and rule.skips:
             raise RuntimeError(_NO_OPTIMIZER)
-        ties = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
-        if not ties and rule.dynamic and has_other_processes():
-            raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
+        known = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
+        if not known and rule.dynamic and has_other_processes():
+            raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))
 
-    def unite_pending(self) -> None:
-        """Unite the ranks under wrappers where they have not agreed yet; all have called backward, or are to step.
+    def agree_under_pending(self) -> None:
+        """Agree under wrappers under which ranks have not agreed yet. All ranks call it after backward, or in a step.
 
         Raises:
             RuntimeError: scales were loaded on this rank, and not on all.
         """
         pending = [each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)]
         for wrapper in self._in_order(pending) if pending else ():
-            self._unite(wrapper)
+            self._agree_under(wrapper)
         if has_other_processes() and not self.overflow.groups() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
 
     def _in_order(self, wrappers: Sequence[Any]) -> list[Any]:
-        """Sort wrappers by what they reduce, in the order of the models' parameters: the same on all ranks."""
+        """Sort wrappers by the positions of their parameters in the models: the same order on all ranks."""
         places = {id(parameter): place for place, parameter in enumerate(self.guard.parameters())}
         keys = {id(wrapper): sorted(places.get(id(p), -1) for p in reduced_by(wrapper)) for wrapper in wrappers}
         return sorted(wrappers, key=lambda wrapper: (len(keys[id(wrapper)]), keys[id(wrapper)]))
@@ -303,7 +306,7 @@ class Ranks:
             self._loads = loads
 
     def united(self, names: Sequence[str]) -> list[str]:
-        """Return the names that any rank of those that train the same model passes; all of them call it at one step."""
+        """Return the union of the names that ranks pass. All ranks that train one model call it in the same step."""
         if not is_distributed():
             return list(names)
         wrappers = [
@@ -313,7 +316,11 @@ class Ranks:
         return union(names, groups)
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
-        """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
+        """Refuse training with wrappers around parameters whose dtype ``undo`` has changed.
+
+        Args:
+            dtypes: the parameters' dtypes before ``undo``.
+        """
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
         known = self._wrappers if "_wrappers" in vars(self) else None
         for wrapper in known.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING) if known else ():
@@ -331,13 +338,3 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _check_averages_masters(optimizers: Sequence[Members]) -> None:
-    """Refuse a hook of DistributedDataParallel after which models are averaged without their masters."""
-    if any(members.masters for members in optimizers):
-        raise RuntimeError(
-            "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
-            "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
-            "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
-        )

@@ -324,7 +324,7 @@ class EndOfBlock(NamedTuple):
 
     Attributes:
         is_reduced: whether gradients are reduced over ranks, so that overflow can be decided here.
-        agrees: whether ranks exchange a verdict here.
+        agrees: whether ranks agree here.
         keeps_checks: whether the results of earlier checks still count.
     """
 
@@ -347,9 +347,9 @@ def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool
     ranks = own[0].ranks
     is_reduced = not delays and ranks.overflow.agrees_after_backward()
     if delays:
-        ranks.overflow.exchange.postpone()
+        ranks.overflow.verdicts.postpone()
     if is_reduced:
-        ranks.unite_pending()
+        ranks.agree_under_pending()
     agrees = is_reduced and ranks.overflow.has_groups
     keeps_checks = not (is_reduced and not agrees and any(each.has_own_checks for each in own))
     if not keeps_checks:
