@@ -73,6 +73,6 @@ def _subgroup(group: Group, ranks: list[int]) -> Group:
         return group
     known = _TRAINING.setdefault(group, {})
     if tuple(ranks) not in known:
-        # By default new_group would wait for all ranks of the process, and the others do not call it.
+        # Only these ranks call it. Without local synchronization new_group would wait for all others, too.
         known[tuple(ranks)] = distributed.new_group(ranks, use_local_synchronization=True)
     return known[tuple(ranks)]
