@@ -183,7 +183,7 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
                 which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
                 raise ValueError(
                     f"{which} shares tensors with a model of {session.describe()}, and one of the two sessions casts "
-                    "them: pass all models and optimizers that belong together in one call of mpinit.initialize, or "
+                    "them. Pass all models and optimizers that belong together in one call of mpinit.initialize, or "
                     "call mpinit.undo on the other first"
                 )
 
@@ -313,8 +313,8 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
         world = torch.distributed.get_world_size()
         if reached < world:
             raise ValueError(
-                f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss scale or "
-                "skip_nonfinite=True all ranks that train one model have to skip the same steps: give process_group="
-                "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
-                "process_group=mesh.get_group() where they train something else"
+                f"the model's parameters are sharded over {reached} of {world} ranks. With a dynamic loss scale or "
+                "skip_nonfinite=True, all ranks that train one model have to skip the same steps. If the others have "
+                "other parts of it (pipeline stages), pass process_group=torch.distributed.group.WORLD. If they train "
+                "something else, pass process_group=mesh.get_group()"
             )

@@ -107,9 +107,9 @@ def _refuse_dummies(optimizer: Any) -> None:
     expression, others = wrappers.inner_optimizers(optimizer)
     if others:
         raise RuntimeError(
-            f"this {type(optimizer).__name__} steps no weight of an initialised model, and has "
-            f"{len(others)} optimizers that do, which hooks step inside of the backward pass: give mpinit.initialize "
-            f"or mpinit.add_optimizers those, {expression}, at a level without a loss scale, such as O5"
+            f"this {type(optimizer).__name__} steps no weight of an initialised model. It has {len(others)} optimizers "
+            f"that do, in hooks inside of the backward pass: pass those, {expression}, to mpinit.initialize or "
+            "mpinit.add_optimizers, at a level without a loss scale, such as O5"
         )
 
 

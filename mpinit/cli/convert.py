@@ -40,9 +40,9 @@ _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_inte
 def describe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
-        "Turn a checkpoint (a dict with a model's and an optimizer's state dict and a loss scale, saved by torch.save) "
-        "of apex, torch.amp or mpinit into another's: weights in float32, the loss scale in the form "
-        " and under the key that the other has: 'mpinit', 'amp' (apex), 'scaler' (torch)."
+        "Convert a checkpoint between the forms of apex, torch.amp and mpinit. It is a dict with a model's and an "
+        "optimizer's state dict and a loss scale, saved by torch.save. The result has float32 weights, and the loss "
+        "scale under the key and in the form of the other: 'mpinit', 'amp' (apex) or 'scaler' (torch)."
     )
     parser.add_argument("source", metavar="IN", help="the file to read")
     parser.add_argument("target", metavar="OUT", help="the file to write")

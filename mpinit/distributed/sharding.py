@@ -197,8 +197,8 @@ def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, 
             both = " and ".join(f"{name!r} in {dtype}" for dtype, name in reversed(found.items()))
             raise ValueError(
                 f"fully_shard has put parameters into one group that are to be in different dtypes ({both}), and FSDP "
-                "gathers a group in one dtype: call fully_shard on the modules that stay float32 (BatchNorm, "
-                "keep_fp32) by themselves before it is called on the model, or give keep_batchnorm_fp32=False"
+                "gathers a group in one dtype. Call fully_shard on each module that stays float32 (BatchNorm, "
+                "keep_fp32) before it is called on the model, or pass keep_batchnorm_fp32=False"
             )
         for entry, dtype, name in zip(trained, wanted, names, strict=True):
             # Since torch 2.15 a policy can name a type for each parameter.

@@ -237,7 +237,7 @@ class Boundary:
         if unknown is None:
             return None
         return (
-            f"forward of {type(module).__name__} has failed, and one of its inputs is an object of type {unknown}: "
+            f"forward of {type(module).__name__} has failed, and one of its inputs is an object of type {unknown}. "
             "mpinit casts tensors in lists, tuples, dicts, dataclasses and classes of torch's pytree, and does not "
             f"cast tensors in other objects. Register a cast, mpinit.register_input({unknown}, lambda value, dtype: "
             f"...), or pass the object's tensors as arguments, or convert them to {inner} first"

@@ -365,9 +365,9 @@ def _computed_name(hook: Any) -> Any:
 
 
 _IN_ANOTHER_THREAD: Final = (
-    '{0} runs in another thread, and with master_weights="model" 16-bit casts stand in the places of its parameters '
-    "for as long as its forward runs: evaluate in all threads under torch.no_grad(), let one forward end before the "
-    "next begins, give each thread a copy of its own (copy.deepcopy(model)), or use master_weights=True"
+    '{0} runs in another thread, and with master_weights="model" 16-bit casts replace its parameters while its forward '
+    "runs. Evaluate in all threads under torch.no_grad(), let one forward end before the next begins, make for each "
+    "thread a copy of its own (copy.deepcopy(model)), or use master_weights=True"
 )
 
 

@@ -102,9 +102,9 @@ class ManagedOptimizers:
             if states is not None and not steps_per_parameter(optimizer):
                 raise ValueError(
                     f'optimizer_state="{states.codec.name}" decodes a bucket of parameters at a time, and '
-                    f"nothing is known of how {type(optimizer).__name__} updates them and of what it keeps: use "
-                    'optimizer_state="float32", or set optimizer.steps_per_parameter = True if it updates each '
-                    "parameter by itself and keeps no copies of weights"
+                    f"mpinit does not know whether {type(optimizer).__name__} updates each parameter by itself. Use "
+                    'optimizer_state="float32"; or set optimizer.steps_per_parameter = True if it does, and keeps no '
+                    "copies of weights"
                 )
 
     def add(self, optimizer: Optimizer, has_16_bit: bool, undos: UndoStack, owner: object) -> None:

@@ -96,7 +96,7 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
     if are_all_bad:
         begin = "The" if loss is None else f"The loss was finite ({loss:g}), and the"
         return (
-            f"{begin} gradients of every module contain inf or nan, so they do not show where it was made: "
+            f"{begin} gradients of every module contain inf or nan, so they do not show where it was made. "
             "`with mpinit.watch_overflow(model) as watch` around one batch, forward and backward, names the module and "
             "the operation; mpinit.suggest(model, optimizer, step) tries the cures out"
         )

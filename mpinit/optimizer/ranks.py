@@ -56,7 +56,7 @@ _INSIDE_BACKWARD: Final = (
 )
 _NO_OPTIMIZER: Final = (
     "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
-    "for it to agree on overflow: pass the optimizer to initialize, or await_optimizers=True and add it later"
+    "for it to agree on overflow. Pass the optimizer to initialize, or await_optimizers=True and add it later"
 )
 _NOT_LOADED: Final = (
     "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "

@@ -30,8 +30,8 @@ from .scope import MasterSwap
 STEP: Final = "optimizer.step()"
 _LATE: Final = (
     "entries of model.state_dict() or masters of mpinit.master_params() were written to, and the forward pass has not "
-    "used the new numbers: it ran before the write, or torch.compile has compiled it, and compiled code applies no "
-    "writes. The step will use them. Write before the forward pass; where that is compiled, write inside "
+    "used the new numbers. It ran before the write, or torch.compile has compiled it: compiled code applies no writes. "
+    "The step will use them. Write before the forward pass; where that is compiled, write inside "
     "`with mpinit.float32_weights(model)`"
 )
 # How many gradients are watched for writes: a few are enough, because clipping writes to all.

@@ -254,7 +254,7 @@ def test_sparse_gradients_have_float32_states(make: Factory) -> None:
 
 def test_optimizer_that_reads_several_parameters_is_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r'optimizer_state="int8".*how LBFGS updates'):
+    with pytest.raises(ValueError, match=r'optimizer_state="int8".*whether LBFGS updates'):
         mpinit.initialize(model, torch.optim.LBFGS(model.parameters()), "O0", optimizer_state="int8")
     assert registry.of(model) is None
 
