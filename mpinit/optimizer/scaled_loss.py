@@ -163,8 +163,8 @@ class ScaledLoss:
             each.zero_()
         raise RuntimeError(
             "gradients came into the `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block, but not from "
-            "scaled_loss: call scaled_loss.backward() in it, not loss.backward(), whose gradients would be divided by "
-            f"a scale of {self._scaler.loss_scale():g} that they were never multiplied by. The gradients were dropped"
+            "scaled_loss. Call scaled_loss.backward() in it: gradients of loss.backward() would be divided by the "
+            f"scale of {self._scaler.loss_scale():g}, without having been multiplied by it. They were dropped"
         )
 
     def _unscale(self, gradients: Sequence[Gradients], done: Done, keeps_checks: bool = True) -> list[torch.Tensor]:

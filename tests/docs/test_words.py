@@ -36,9 +36,8 @@ def test_words_of_the_package(name: str) -> None:
 
 
 def test_words_of_the_pages() -> None:
-    """Check all pages and their generators; the list of messages quotes texts as they are in the package."""
+    """Check all pages, the list of messages too, and their generators."""
     pages = [path for path in sorted((ROOT / "docs").rglob("*")) if path.suffix in (".md", ".py")]
-    pages = [path for path in pages if path.name != "all-messages.md"]
     found = [
         f"{kind}: {finding}"
         for kind, finding in findings_below([*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ALLOWED)

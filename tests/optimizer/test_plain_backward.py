@@ -83,7 +83,7 @@ def test_backward_of_the_loss_itself_inside_the_block_is_refused(level: str, fir
     before = masters(optimizer)
     loss = mse(model, DATA[0])
     with (
-        pytest.raises(RuntimeError, match=r"not from scaled_loss: call scaled_loss.backward\(\).* scale of 1024"),
+        pytest.raises(RuntimeError, match=r"not from scaled_loss\. Call scaled_loss.backward\(\).* scale of 1024"),
         mpinit.scale_loss(loss, optimizer),
     ):
         loss.backward()
