@@ -150,6 +150,9 @@ class Session:
         # Late, because without masters no undo can restore the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
+        if selected.has_16_bit:
+            push(self.values.casts.stop_recording)
+            self.values.casts.record_data_use(targets, self.masters)
         if selected.has_16_bit and plan.cast_model and (places := _places_of_state(index, selected, plan)):
             state = self.managed.shared.kept
             push(state.end)

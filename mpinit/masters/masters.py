@@ -27,7 +27,7 @@ _SHARED: Final = (
     "round both into it, and lose one of the two updates. Tie weights before mpinit.initialize, as one parameter "
     "(b.weight = a.weight); to copy numbers call b.weight.copy_(a.weight) under torch.no_grad()"
 )
-_CONVERTED: Final = (
+CONVERTED: Final = (
     "the data of {!r} was replaced by a tensor of {} in a process group, where DistributedDataParallel records the "
     "dtype of its parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
     "model.load_state_dict()"
@@ -229,7 +229,7 @@ class Masters(ABC):
             for master in moved:
                 if master.weight.dtype is not master.dtype and is_distributed():
                     name = self.names.of(master.weight)
-                    raise RuntimeError(_CONVERTED.format(name, master.weight.dtype))
+                    raise RuntimeError(CONVERTED.format(name, master.weight.dtype))
             for master in moved:
                 self._follow_memory(master)
                 master.layout = layout_of(master.weight)

@@ -143,6 +143,7 @@ class Float32Values:
         if self.masters.are_in_model or (isinstance(self.masters, FullMasters) and self.masters.is_open):
             return  # at the moment the masters have the present values, and the weights are out of date
         if self.masters.data_use.replaced:
+            self.casts.follow_replaced_data(self.masters, self._names)
             self.masters.follow_replaced_memory()
         if self._handed_out is not None and self._handed_out.masters:
             self._handed_out.apply_writes()

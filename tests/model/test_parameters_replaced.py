@@ -1,11 +1,14 @@
-"""Parameters that were put into a model after ``initialize``, in the place of those that its optimizer steps."""
+"""Parameters, and data of parameters, that were put into a model after ``initialize``."""
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from loops import backward
+import torch.distributed as dist
+from loops import HALVES, backward, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -66,3 +69,111 @@ def test_weight_norm_after_initialize_is_warned_of() -> None:
     parametrizations.weight_norm(model[1])
     with pytest.warns(UserWarning, match=r"'1.parametrizations.weight.original0'"):
         model(torch.randn(3, 4))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
+}
+
+
+def trained_in_16_bits(optimizer: str, dtype: torch.dtype, shape: str, by_hand: bool, late: bool) -> list[torch.Tensor]:
+    """Train six iterations, with other data of all weights in the third and the fifth; return all weights of all."""
+    model, x = mlp(), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if by_hand:
+        model.to(dtype)
+    else:
+        mpinit.initialize(model, made, "O3", cast_model_type=dtype, verbosity=0)
+
+    def replace(hidden: int) -> None:
+        shapes = [(hidden, 6), (hidden,), (3, hidden), (3,)]
+        for parameter, new in zip(model.parameters(), shapes, strict=True):
+            values = torch.linspace(-0.5, 0.7, torch.Size(new).numel()).reshape(new)
+            parameter.data = values.to(dtype) if by_hand else values
+
+    seen = []
+    for iteration in range(6):
+        replaces = iteration in (2, 4)
+        hidden = iteration + 3 if shape == "another" else 8
+        if replaces and shape == "another":
+            made.state.clear()  # of the shape before, as are the gradients
+            made.zero_grad()
+        if replaces and not late:
+            replace(hidden)
+        loss = model(x.to(dtype) if by_hand else x).float().square().mean()
+        if by_hand:
+            loss.backward()
+        else:
+            backward(loss, made)
+        if replaces and late:
+            replace(hidden)
+        del loss  # its graph has the shapes of before
+        made.step()
+        made.zero_grad()
+        seen += [parameter.detach().clone() for parameter in model.parameters()]
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("shape", "late"), [("same", False), ("same", True), ("another", False)], ids=["same", "before step", "another"]
+)
+def test_float32_data_of_a_weight_without_a_master_is_rounded(
+    optimizer: str, dtype: torch.dtype, shape: str, late: bool
+) -> None:
+    ours = trained_in_16_bits(optimizer, dtype, shape, by_hand=False, late=late)
+    theirs = trained_in_16_bits(optimizer, dtype, shape, by_hand=True, late=late)
+    assert {tensor.dtype for tensor in ours} == {dtype}
+    assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in theirs]
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_float32_data_of_a_frozen_weight_counts_exactly(level: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level, verbosity=0)
+    narrow, values = model[0].weight.dtype, torch.arange(9.0).sqrt().reshape(3, 3)
+    model[0].weight.data = values.clone()
+    model(torch.ones(1, 3))
+    assert torch.equal(model[0].weight, values.to(narrow)) and model[0].weight.dtype is narrow
+    assert torch.equal(model.state_dict()["0.weight"], values)
+    mpinit.undo(model)
+    assert torch.equal(model[0].weight, values) and "data" not in vars(nn.Parameter)
+
+
+@pytest.mark.parametrize("level", ["O3", "O5"])
+def test_float32_data_is_refused_in_a_process_group_by_name(level: str) -> None:
+    model = nn.Linear(3, 2)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    before = model.weight.data
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model.weight.data = torch.ones(2, 3)
+        with pytest.raises(RuntimeError, match=r"data of 'weight' was replaced by a tensor of torch.float32"):
+            model(torch.ones(1, 3))
+        model.weight.data = before
+        model(torch.ones(1, 3))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_data_of_a_weight_that_only_multiplies_gets_its_dtype_back() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((x * self.scale).dtype)
+            return x * self.scale
+
+    seen: list[torch.dtype] = []
+    model = Scaled()
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", verbosity=0)
+    for _ in range(2):
+        model(torch.ones(1, 3))
+        model.scale.data = torch.full((3,), 1.5)  # torch would promote the product to float32
+    assert seen == [torch.float16] * 2

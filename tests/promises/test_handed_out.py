@@ -1318,14 +1318,15 @@ def test_memory_shared_after_initialize_is_refused_by_both_names(kind: str, read
         training.model.last.weight.data = training.model.last.weight.data.clone()
 
 
-def test_float32_data_of_a_weight_without_a_master_is_refused_by_name() -> None:
-    training = trained("O3")
+def test_float32_data_of_a_weight_without_a_master_gets_its_dtype_back() -> None:
+    training, untouched = trained("O3"), trained("O3")
     parameter = training.weight("first.weight")
     parameter.data = parameter.data.float()
-    with pytest.raises(RuntimeError, match=r"'first\.weight' is float32"):
-        training.model(batch(5))
-    parameter.data = parameter.data.to(torch.bfloat16)
+    assert torch.equal(training.model(batch(5)), untouched.model(batch(5)))
+    assert parameter.dtype is torch.bfloat16
     training.iterate()
+    untouched.iterate()
+    assert torch.equal(parameter, untouched.weight("first.weight"))
 
 
 @kinds_with_masters
