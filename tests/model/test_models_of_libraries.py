@@ -1,5 +1,6 @@
-"""Models of transformers and PEFT: recomputed activations, compiled outputs, blocks compiled one by one."""
+"""Models of transformers, timm and PEFT: warnings, recomputed activations, compiled outputs and compiled blocks."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -105,3 +106,96 @@ def test_blocks_compiled_one_by_one_all_run_compiled(more: dict[str, Any]) -> No
         optimizer.step()
         assert len(runs) == 24
     assert len(graphs) <= 2, "one for the first, whose input takes no gradient"
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = {**SPECIAL, "num_key_value_heads": 1}
+IMAGES = {"image_size": 8, "num_labels": 3}
+SEQ2SEQ = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 1, "d_model": 16}
+# Class of the model -> its configuration beside SIZES.
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "MixtralForCausalLM": {**LLAMA, "num_local_experts": 2},
+    "Qwen2ForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": {**LLAMA, "head_dim": 8},
+    "GemmaForCausalLM": {**LLAMA, "head_dim": 8},
+    "PhiForCausalLM": SPECIAL,
+    "GPT2LMHeadModel": SPECIAL,
+    "GPTNeoXForCausalLM": {},
+    "OPTForCausalLM": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "BloomForCausalLM": {},
+    "FalconForCausalLM": {},
+    "MambaForCausalLM": {**SPECIAL, "state_size": 4},
+    "T5ForConditionalGeneration": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "decoder_start_token_id": 0},
+    "BartForConditionalGeneration": {**SPECIAL, **SEQ2SEQ, **HEADS, "forced_eos_token_id": 2},
+    "BertForSequenceClassification": {},
+    "DistilBertForSequenceClassification": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "RobertaForSequenceClassification": {"pad_token_id": 0},
+    "ElectraForSequenceClassification": {"embedding_size": 16},
+    "AlbertForSequenceClassification": {"embedding_size": 16},
+    "ViTForImageClassification": {**IMAGES, "patch_size": 4},
+    "DeiTForImageClassification": {**IMAGES, "patch_size": 4},
+    "ConvNextForImageClassification": {**IMAGES, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "timm": {},
+}
+# Warnings of mpinit, for every model and level that has any: parts of their texts, in order.
+WARNINGS: dict[tuple[str, str], list[str]] = {}
+
+
+def of_library(name: str) -> nn.Module:
+    let_torchvision_load()
+    torch.manual_seed(0)
+    if name == "timm":
+        timm = needs("timm")
+        sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+        return timm.create_model("vit_tiny_patch16_224", **sizes)
+    cls = getattr(needs("transformers"), name)
+    return cls(cls.config_class(**{**SIZES, **MODELS[name]}))
+
+
+def loss_of(name: str, model: nn.Module) -> Tensor:
+    classes = torch.tensor([0, 1, 0])
+    if name == "timm":
+        return nn.functional.cross_entropy(model(torch.randn(3, 3, 8, 8)), classes)
+    if "Image" in name:
+        return model(pixel_values=torch.randn(3, 3, 8, 8), labels=classes).loss
+    return model(input_ids=IDS, labels=classes if "Classification" in name else IDS).loss
+
+
+@marked_for("transformers", "timm")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_a_library_trains_with_no_warning_but_these(name: str, level: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the libraries deprecate
+        model = of_library(name).train()
+        loss_of(name, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpinit.initialize(model, optimizer, level, verbosity=0, init_loss_scale=128.0)
+        for _ in range(2):
+            loss = loss_of(name, model)
+            backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(each.message) for each in caught if not issubclass(each.category, (FutureWarning, DeprecationWarning))]
+    expected = WARNINGS.get((name, level), [])
+    assert len(said) == len(expected), said
+    assert all(part in text for part, text in zip(expected, said, strict=True)), said
+    assert loss.isfinite()
+    mpinit.undo(model)
+    # DeiT starts with embeddings of 0, whose gradients through a norm with an eps of 1e-12 overflow in float16.
+    is_skipped = (name, level) == ("DeiTForImageClassification", "O2")
+    assert equal_tensors(dict(enumerate(before)), dict(enumerate(model.parameters()))) is is_skipped
