@@ -6,7 +6,7 @@ from processes import launch
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What came of each test of the file."""
+    """Return "ok" or the error of each test of the file."""
     here = (item for item in request.session.items if item.path == request.path)
-    chosen = [item for item in here if not item.get_closest_marker("skip")]
-    return launch(request.path, [item.callspec.params["name"] for item in chosen if "outcomes" in item.fixturenames])
+    chosen = [item for item in here if not item.get_closest_marker("skip") and "outcomes" in item.fixturenames]
+    return launch(request.path, {item.callspec.params["name"]: item.function.ranks for item in chosen})

@@ -36,7 +36,7 @@ def test_failure_in_a_process_fails_one_test(tmp_path: Path) -> None:
     path = tmp_path / "cases_to_run.py"
     path.write_text(CASES, encoding="utf-8")
     names = [line[4:].partition("(")[0] for line in CASES.splitlines() if line.startswith("def ")]
-    outcomes = launch(path, names, "5")
+    outcomes = launch(path, dict.fromkeys(names, 2), 5.0)
     assert [name for name, said in outcomes.items() if said == "ok"] == [name for name in names if "right" in name]
     assert "rank 1: Traceback" in outcomes["test_wrong_on_one_rank"] and "rank 0" not in outcomes[names[1]]
     # Which rank it was, and where the others were then.
@@ -62,4 +62,4 @@ def test_ranks_have_hash_seeds_of_their_own(tmp_path: Path) -> None:
     """Check that each rank has another hash seed: comparisons must not depend on the order of a set."""
     path = tmp_path / "cases_to_hash.py"
     path.write_text(SETS, encoding="utf-8")
-    assert launch(path, ["test_sets_differ"]) == {"test_sets_differ": "ok"}
+    assert launch(path, {"test_sets_differ": 2}) == {"test_sets_differ": "ok"}

@@ -1,11 +1,13 @@
 """Tests on several processes: ``@ranks(2, case, ...)`` makes tests of a function that all ranks run together.
 
-What pytest selects of a file runs in one launch: a process for each rank, ``python processes.py FILE REPORT RANK FD``,
-with a ``PYTHONHASHSEED`` of its own, as on several machines: a set has another order on each rank. It imports the file
-once and forks its rank. No limit is on the total time: ranks that finish no test for much longer than it takes to start
-are ended, which fails the test that they are in, and the tests after it run in new ones.
+Each rank has a host, ``python processes.py RANK FD REPORT``, which imports torch once and lives as long as the process
+that runs the tests. It has a ``PYTHONHASHSEED`` of its own, as on several machines: a set has another order on each
+rank. For the tests that pytest selects of a file, each host forks a child, which imports the file and runs them. There
+is no limit on the total time. Ranks that finish no test for much longer than a host needs to start are ended. That
+fails the test that they are in, and the tests after it run in new children.
 """
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
@@ -62,29 +64,55 @@ def ranks(
     return enter
 
 
-def launch(path: Path, names: list[str], *patience: str) -> dict[str, str]:
-    """What came of each of the tests of a file, "ok" or what went wrong; how many seconds one may take, if given."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        report = Path(folder) / "outcomes.json"
-        hosts = [stack.enter_context(Host(0, path, report))]
-        try:
-            counts, waits = hosts[0].answer()
-            for count in sorted({counts[name] for name in names}):
-                while len(hosts) < count:
-                    hosts.append(stack.enter_context(Host(len(hosts), path, report)))
-                for host in hosts[:count]:
-                    host.is_ready or host.answer()
-                left = [name for name in counts if name in names and counts[name] == count]
-                while left:
-                    reason = run_on(hosts[:count], left, report, float(patience[0]) if patience else waits)
-                    outcomes = read(report)
-                    first, *left = [name for name in left if name not in outcomes] or [""]
-                    if first:
-                        report.write_text(json.dumps(outcomes | {first: reason}))
-            missing = "never ran"
-        except EOFError:
-            missing = f"never ran; a process ended: {[host.errors.read_text()[-3000:] for host in hosts]}"
-        return dict.fromkeys(names, missing) | read(report)
+# The hosts of this process, by rank, and the folder of their files.
+_hosts: list["Host"] = []
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    atexit.register(stop_hosts)  # runs first
+    return Path(folder.name)
+
+
+def stop_hosts() -> None:
+    """Stop all hosts; the next launch starts others."""
+    while _hosts:
+        _hosts.pop().stop()
+
+
+def launch(path: Path, counts: dict[str, int], patience: float | None = None) -> dict[str, str]:
+    """Run tests of a file, and return for each "ok" or an error.
+
+    Args:
+        path: the file.
+        counts: the names of the tests, and for each the number of its ranks.
+        patience: how many seconds a test may last. Default: much longer than a host needs to start.
+    """
+    report = _folder() / "outcomes.json"
+    report.unlink(missing_ok=True)
+    missing = "never ran"
+    try:
+        for count in sorted(set(counts.values())):
+            while len(_hosts) < count:
+                _hosts.append(Host(len(_hosts), report))
+            started = max(host.patience() for host in _hosts[:count])
+            waits = started if patience is None else patience
+            left = [name for name in counts if counts[name] == count]
+            while left:
+                reason = run_on(_hosts[:count], path, left, report, waits)
+                outcomes = read(report)
+                first, *left = [name for name in left if name not in outcomes] or [""]
+                if first:
+                    report.write_text(json.dumps(outcomes | {first: reason}))
+    except EOFError:
+        missing = f"never ran; a host ended: {[host.errors.read_text()[-3000:] for host in _hosts]}"
+        stop_hosts()
+    except BaseException:
+        stop_hosts()
+        raise
+    return dict.fromkeys(counts, missing) | read(report)
 
 
 def read(report: Path) -> dict[str, str]:
@@ -93,20 +121,19 @@ def read(report: Path) -> dict[str, str]:
 
 
 class Host:
-    """A process for one rank, whose sets have an order of their own; it imports the file once, and forks each run.
+    """The process that forks the children of one rank.
 
     Attributes:
-        is_ready: whether the file is imported.
         errors: a file of what it wrote.
     """
 
-    def __init__(self, rank: int, path: Path, report: Path) -> None:
-        self.is_ready = False
+    def __init__(self, rank: int, report: Path) -> None:
+        self._patience: float | None = None
         self.errors = report.with_suffix(f".{rank}.log")
         readable, writable = os.pipe()
         with self.errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(path), str(report), str(rank), str(writable)],
+                [sys.executable, __file__, str(rank), str(writable), str(report)],
                 env=os.environ
                 | {"OMP_NUM_THREADS": "1", "TMPDIR": str(report.parent), "PYTHONHASHSEED": str(rank + 1)},
                 stdin=subprocess.PIPE,
@@ -118,17 +145,21 @@ class Host:
         os.close(writable)
         self._answers, self._line = readable, b""
 
-    def __enter__(self) -> "Host":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def stop(self) -> None:
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
         os.close(self._answers)
 
+    def patience(self) -> float:
+        """Return how many seconds a test may last; wait until the process has started."""
+        if self._patience is None:
+            self._patience = float(self.answer())
+        return self._patience
+
     def answer(self, timeout: float | None = None) -> Any:
-        """The next thing that it says; None after the timeout."""
+        """Return its next answer; None after the timeout."""
         while b"\n" not in self._line:
             if timeout is not None and not select.select([self._answers], [], [], timeout)[0]:
                 return None
@@ -136,7 +167,6 @@ class Host:
             if not more:
                 raise EOFError
             self._line += more
-        self.is_ready = True
         line, _, self._line = self._line.partition(b"\n")
         return json.loads(line)
 
@@ -146,12 +176,12 @@ class Host:
         self._process.stdin.flush()
 
 
-def run_on(hosts: list[Host], names: list[str], report: Path, patience: float) -> str:
-    """Run tests on so many ranks, as long as all of them live and go on; why they did not, and where each was then."""
+def run_on(hosts: list[Host], path: Path, names: list[str], report: Path, patience: float) -> str:
+    """Run tests on a rank for each host, until one ends or waits too long; return why, and the stack of each then."""
     port = report.with_suffix(".port")
     port.unlink(missing_ok=True)
     for host in hosts:
-        host.ask(len(hosts), names, patience)
+        host.ask(str(path), len(hosts), names, patience)
     children = [host.answer() for host in hosts]
     running, reasons = dict(enumerate(children)), []
     known, since = 0, time.monotonic()
@@ -178,34 +208,30 @@ def run_on(hosts: list[Host], names: list[str], report: Path, patience: float) -
     return "\n".join([*reasons, *(f"rank {rank}: {trace.read_text()}" for rank, trace in enumerate(traces))])
 
 
-def main(path: Path, report: Path, rank: int, answers: int) -> None:
-    """Import the file, then fork a run of the tests for each line of the input."""
+def main(rank: int, answers: int, report: Path) -> None:
+    """Import what most tests need, then fork a child for each line of the input."""
     start = time.perf_counter()
     quick_process.prepare()
-    sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
-    # What is slow to import or to start is so once, and not in every run.
+    # What is slow to import or to start is so once, and not in every child.
+    importlib.import_module("engines")
     torch.compile(torch.ones_like, backend="eager")(torch.ones(1))
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    tests = [test for test in vars(module).values() if inspect.isfunction(test) and hasattr(test, "checks")]
-    counts = {name: test.ranks for test in tests for name in test.checks}
-    checks = {name: run for test in tests for name, run in test.checks.items()}
     with open(answers, "w", encoding="utf-8") as replies:
 
         def reply(what: Any) -> None:
             replies.write(json.dumps(what) + "\n")
             replies.flush()
 
-        reply((counts, max(240.0, 80 * (time.perf_counter() - start))))
+        reply(max(240.0, 80 * (time.perf_counter() - start)))
         for line in sys.stdin:
-            count, names, patience = json.loads(line)
-            child = fork({name: checks[name] for name in names}, report, rank, count, patience)
+            path, count, names, patience = json.loads(line)
+            child = fork(Path(path), names, report, rank, count, patience)
             reply(child)
             reply(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def fork(checks: Checks, report: Path, rank: int, count: int, patience: float) -> int:
-    """Run tests as one rank of so many in a child, whose number is returned."""
+def fork(path: Path, names: list[str], report: Path, rank: int, count: int, patience: float) -> int:
+    """Run tests of a file as one rank of several in a child, and return the number of the child."""
     sys.stdout.flush()
     quick_process.keep()
     child = os.fork()
@@ -216,8 +242,13 @@ def fork(checks: Checks, report: Path, rank: int, count: int, patience: float) -
     faulthandler.enable(traces)
     faulthandler.register(signal.SIGUSR1, traces)
     try:
+        sys.path.insert(0, str(path.parent))
+        module = importlib.import_module(path.stem)
+        quick_process.keep()
+        tests = [test for test in vars(module).values() if inspect.isfunction(test) and hasattr(test, "checks")]
+        checks = {name: run for test in tests for name, run in test.checks.items()}
         store = connect(rank, count, report.with_suffix(".port"), datetime.timedelta(seconds=patience))
-        run_all(checks, report, store, rank, count)
+        run_all({name: checks[name] for name in names}, report, store, rank, count)
         status = 0
     except BaseException:
         traceback.print_exc(file=traces)
@@ -288,4 +319,4 @@ def outcome_of(run: Callable[[], None]) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
