@@ -124,7 +124,7 @@ def test_explain_prints_a_report(printed: Printed) -> None:
 
 def test_explain_advises_options_of_the_command_line(printed: Printed) -> None:
     out = printed("explain", *MODEL)
-    assert "give --loss, a function of the output" in out
+    assert "pass --loss, a function of the output" in out
     assert "see --json" in out
     assert "loss=" not in out and ".rows" not in out
 
