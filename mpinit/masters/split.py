@@ -389,12 +389,16 @@ class _Bucket(MasterBatch):
         try:
             self._gather()
             before = self._remainder.clone() if self._owner.keeps_bits else None
+            unread = [] if before is None else self._written()
             split_off_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
             if before is not None:
                 self._restore_written(before)
             if self._halves:
                 torch._foreach_copy_(self._halves, self._bits)
             self._remember()
+            for index in unread:
+                # Its remainder was kept, so a written 0 or inf still has to be found.
+                self._versions[index] = self._owner.versions[id(self._masters[index])] = -1
         finally:
             self._show(self._placeholders)
         if buffer.nbytes <= _KEPT_BYTES:
@@ -409,6 +413,12 @@ class _Bucket(MasterBatch):
         for weight, half, remainder, kept, bits in zip(self._flat, self._halves, self._parts, *parts, strict=True):
             is_unchanged = _is_exact(weight) & (half == bits)
             remainder.copy_(torch.where(is_unchanged, kept, remainder))
+
+    def _written(self) -> list[int]:
+        """Return the indices of the weights that were written to since they last agreed with their remainders."""
+        versions, known = versions_of(self._shards()), self._owner.versions
+        pairs = enumerate(zip(self._masters, versions, strict=True))
+        return [index for index, (master, version) in pairs if known.get(id(master)) != version]
 
     def stepped(self) -> None:
         self._remember()

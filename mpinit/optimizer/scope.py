@@ -192,7 +192,9 @@ class MasterSwap:
         return self._step_weights_natively(self._members.weights, masters)
 
     def _step_weights_natively(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
-        is_stepped = self._native_steps is not None and bool(weights) and self._native_steps.step(weights, masters)
+        if self._native_steps is None or not weights or self._members.table.keeps_bits:
+            return False
+        is_stepped = self._native_steps.step(weights, masters)
         if is_stepped:
             self._members.values.moved()
         return is_stepped

@@ -458,6 +458,23 @@ def test_written_zeros_and_infinities_mean_exactly_these(kind: str, value: float
 
 
 @every_kind
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf")])
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_written_zeros_mean_exactly_these_after_a_train_state_was_read(
+    native: str, is_trained: bool, value: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's functions behind TrainState make the optimizer's state by a step with a learning rate of 0."""
+    monkeypatch.setenv("MPINIT_NATIVE", native)
+    training = trained(kind) if is_trained else Training(kind)
+    training.write("first.weight", lambda weight: weight.fill_(value))
+    for _ in range(2):
+        mpinit.TrainState(training.model, training.optimizer).state_dict()
+        assert torch.equal(training.model.state_dict()["first.weight"], torch.full((4, 4), value))
+    READS["undo"](training)
+
+
+@every_kind
 def test_written_numbers_mean_these_to_half_a_unit(kind: str) -> None:
     """To the bit, but where the weight is split: there the low bits of before stay."""
     training = trained(kind)
