@@ -20,8 +20,9 @@ from ..torch_internals.running import is_eager, reads_without_sync
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
-# The ids of gradients that were scaled or unscaled already in the same pass: two optimizers may have one parameter.
-Done = set[int]
+# Gradients that were scaled or unscaled already in the same pass, by id: two optimizers may have one parameter. The
+# references keep other tensors from getting their ids.
+Done = dict[int, torch.Tensor]
 P = ParamSpec("P")
 
 # Elements of a gradient up to which copying it into a flat buffer is cheaper than one more kernel call.
@@ -54,6 +55,15 @@ class Gradients:
 
     # -- around a backward pass -----------------------------------------------------------------------------------
 
+    def widen(self) -> None:
+        """Widen 16-bit gradients of split masters that another backward pass is about to add to.
+
+        It is called before any gradients of the session are scaled, because it replaces gradients of other optimizers,
+        too.
+        """
+        if isinstance(self._masters, SplitMasters) and have_grads(self.weights):
+            self._masters.widen_unused_gradients()
+
     @torch.no_grad()
     def scale(self, block: object | None, scaler: LossScaler, done: Done, is_own: bool = True) -> bool:
         """Multiply the present gradients by the scale, so that the gradients of a scaled loss can be added to them.
@@ -69,8 +79,6 @@ class Gradients:
         is_empty = not have_grads(self.weights)
         if is_empty:
             state = EMPTY
-        elif isinstance(self._masters, SplitMasters):
-            self._masters.widen_unused_gradients()
         if scaler.is_identity:
             self.state = state
             return is_empty
@@ -86,7 +94,7 @@ class Gradients:
                 present = self.present()
                 gradients = [gradient for gradient in present if id(gradient) not in done] if done else present
                 _multiply(self.weights, gradients, scaler.scale_now())
-            done.update(map(id, self.present()))
+            done.update((id(gradient), gradient) for gradient in self.present())
         return is_empty
 
     @torch.no_grad()
@@ -130,7 +138,7 @@ class Gradients:
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
-        done.update(map(id, fresh))
+        done.update((id(gradient), gradient) for gradient in fresh)
         self._inverse_scale = inverse = scaler.inverse_scale()
         rule = scaler.rule
         if not (rule.dynamic or rule.skips_nonfinite):
@@ -302,7 +310,7 @@ class Gradients:
     def end(self) -> None:
         """Unscale gradients that are still scaled."""
         if self.state.phase is Phase.SCALED and self.state.scaler is not None:
-            self.unscale(self.state.scaler, set())
+            self.unscale(self.state.scaler, {})
 
     def keep_in_dtype(self) -> None:
         """Convert the gradients to the dtype that a step uses."""

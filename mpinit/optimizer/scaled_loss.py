@@ -68,7 +68,7 @@ class ScaledLoss:
             before_backward(optimizer)
         if is_distributed():
             agree_beside(self._checks())
-        done: Done = set()
+        done: Done = {}
         begun: list[Gradients] = []
         are_new = True
         unreduced = self._unreduced()
@@ -76,6 +76,8 @@ class ScaledLoss:
             are_new = not unreduced.present()
             unreduced.scale(self._scaler)
         try:
+            for gradients in (*self._own, *self._others):
+                gradients.widen()
             for gradients in self._own:
                 begun.append(gradients)
                 are_new &= gradients.scale(self, self._scaler, done)
@@ -87,7 +89,7 @@ class ScaledLoss:
                 self._watch(scaled, are_new)
             return scaled
         except BaseException:
-            self._unscale(begun, set())
+            self._unscale(begun, {})
             if unreduced is not None:
                 unreduced.unscale(self._scaler)
             raise
@@ -95,7 +97,7 @@ class ScaledLoss:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        done: Done = set()
+        done: Done = {}
         if exc_type is None and self._was_used == []:
             self._check_used()
         end = ONE_PROCESS
@@ -337,7 +339,7 @@ class Losses:
         own = self.managed.find(optimizer)
         others = [each.gradients for each in self.managed if each is not own]
         # A weight may have several optimizers: its gradient is unscaled once.
-        done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
+        done = {id(g): g for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
         scaler = self.scaler(loss_id)
         if is_distributed():
             found_inf = self.managed.shared.ranks.unreduced.unscale(scaler)

@@ -132,7 +132,8 @@ class GradientChecks:
             check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
         self._members.sync_groups()
         self._members.values.apply_gradients()
-        gradients.scale(None, scaler, set())
+        gradients.widen()
+        gradients.scale(None, scaler, {})
 
     # -- before a step --------------------------------------------------------------------------------------------
 

@@ -117,6 +117,10 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
         Setup(loss_scale="dynamic", **FULL),
         [("overflow", 0), ("step", 0), ("step", 0), ("backward", 0), ("step", 0)],
     ),
+    "gradients that a step has used are widened when another block begins": (
+        Setup(loss_scale=8.0, **SPLIT | {"optimizers": 1}),
+        [("backward", 2000), ("group remove", 786), ("step", 7962757), ("raises before", 893), ("raises after", 292)],
+    ),
     "a loss reaches a weight that has no optimizer": (
         Setup(loss_scale="dynamic", **FULL),
         [("backward", 7), ("backward", 15), ("backward", 3), ("step", 0)],
