@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import mpinit
+from mpinit import registry
 
 T = TypeVar("T")
 SIZES = {"a": 3, "long": 4200, "b": 3, "kept": 3, "late": 3}
@@ -168,6 +169,10 @@ class Run:
         self.mastered = {name for name in self.stepped() if self.casts(name)}
         # Of split masters, as of the last step: a write leaves them as they are.
         self.remainders: dict[str, torch.Tensor] = {}
+        # The names of weights with a write that torch has counted since the last step.
+        self.counted: set[str] = set()
+        # The names of weights that were written to in a way that torch does not count.
+        self.uncounted: set[str] = set()
         # Of full masters: what a weight was before it was written to, and what it has become.
         self.firsts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
@@ -289,11 +294,16 @@ class Run:
 
     @torch.no_grad()
     def written(self, name: str, counted: bool = True) -> None:
-        """A weight was written to, in a way that torch counts, or not: then a 0 of a split weight keeps low bits."""
+        """Record that a weight was written to, in a way that torch counts or not.
+
+        If torch has counted no write to a split weight since the last step, a 0 in it keeps positive low bits.
+        """
+        if counted:
+            self.counted.add(name)
         held, number = self.weight(name).detach(), self.by_hand[name]
         if self.splits(name):
             low = self.remainders.setdefault(name, remainder(number.detach()))
-            low = torch.where((held == 0) | held.isinf(), 0 if counted else low.clamp(min=0), low)
+            low = torch.where((held == 0) | held.isinf(), 0 if name in self.counted else low.clamp(min=0), low)
             number.copy_((held.float().view(torch.int32) + low).view(torch.float32))
         elif name in self.mastered:
             first, after = self.firsts.get(name, (number, number))
@@ -317,10 +327,13 @@ class Run:
         self.counts[index] = done + 1, skipped
         if any(self.by_hand[name].grad is not None for name in self.members(index) if name in self.mastered):
             self.remainders = {n: low for n, low in self.remainders.items() if n not in self.members(index)}
+            self.counted.difference_update(self.members(index))
         self.references[index].step()
 
     def join(self) -> None:
-        """What is in groups now gets a master."""
+        """Make masters for the weights that were added to groups, as the next backward pass or step does first."""
+        for optimizer in self.optimizers:
+            registry.session_meant(optimizer).managed.find(optimizer).members.sync_groups()
         self.mastered |= {name for name in self.trained() if self.casts(name)}
 
     # -- comparing ----------------------------------------------------------------------------------------------

@@ -115,8 +115,11 @@ def _replace(run: Run, pick: Pick, how: str) -> None:
         return
     name, parameter = found
     values = pick.of((None, *(run.pattern(name, value) for value in VALUES)))
-    # Gradients of split masters are in any type; torch refuses others than float32 elsewhere.
-    dtype = run.setup.half if run.splits(name) and pick.of((False, True)) else torch.float32
+    # None, of split masters, allows any dtype. Otherwise it is float32; or the weight's own, if the weight was added to
+    # the groups since the last step.
+    dtype = parameter.grad_dtype
+    if dtype is None:
+        dtype = run.setup.half if pick.of((False, True)) else torch.float32
     parameter.grad = None if values is None else values.to(dtype, copy=True)
     run.by_hand[name].grad = values
     if how == "master_params":
@@ -217,7 +220,10 @@ def _write(run: Run, pick: Pick, how: str) -> None:
     if at is not None:
         with torch.no_grad():
             WRITES[how](run.weight(at[0]), at[1], at[2])
-        run.written(at[0], counted=how not in ("numpy", "view", "exchange"))
+        is_counted = how not in ("numpy", "view", "exchange")
+        run.written(at[0], is_counted)
+        if not is_counted:
+            run.uncounted.add(at[0])
 
 
 def _write_master(run: Run, pick: Pick) -> None:
@@ -225,9 +231,12 @@ def _write_master(run: Run, pick: Pick) -> None:
     if not run.trained():
         return
     name = pick.of(run.trained())
+    if name in run.uncounted:
+        # torch has not counted a write to the weight: a block finds it by value, and a write to the master does not.
+        with mpinit.float32_weights(run.model):
+            run.uncounted.clear()
     index = run.owners(name)[0]
     given = list(mpinit.master_params(run.optimizers[index]))[run.members(index).index(name)]
-    run.join()
     value = pick.of((1.0001, -0.3337))
     with torch.no_grad():
         given[:2] = value
@@ -341,9 +350,6 @@ def _grouped(run: Run, pick: Pick, how: str) -> None:
         groups[0].reverse()
         real.param_groups[0]["params"] = [run.weight(name) for name in groups[0]]
         by_hand.param_groups[0]["params"] = [run.by_hand[name] for name in groups[0]]
-    # A look: what has joined gets its master.
-    for other in run.optimizers:
-        list(mpinit.master_params(other))
     run.join()
 
 
@@ -353,8 +359,6 @@ def _freeze(run: Run, pick: Pick) -> None:
     name = pick.of(run.stepped() or list(SIZES))
     for parameter in (run.weight(name), run.by_hand[name]):
         parameter.requires_grad_(not parameter.requires_grad)
-    for optimizer in run.optimizers:
-        list(mpinit.master_params(optimizer))
     run.join()
 
 
