@@ -193,6 +193,9 @@ _CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)
 def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules and names of methods that read weights without calling the module that has the weights.
 
+    The names in a method's code are a guess, because torch has no hook for the reading of a parameter. Only the text of
+    an error depends on it: a method that is not found fails with torch's own.
+
     Args:
         index: the index of the models.
         float32: the modules whose weights stay float32.
