@@ -282,13 +282,18 @@ class StepGuard:
         if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
             return  # it is managed, or it wraps a managed optimizer, which does the step
         for parameter in parameters_of([optimizer]):
-            known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
-            if known and parameter.requires_grad and is_lower_precision(parameter.dtype):
+            is_narrow = parameter.requires_grad and is_lower_precision(parameter.dtype)
+            if is_narrow and (self.masters.of(parameter) is not None or self._is_in_models(parameter)):
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} steps {self.masters.names.of(parameter)!r}, which "
                     "mpinit.initialize has cast to 16 bit, and would leave its float32 master behind: give the "
                     "optimizer to mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
                 )
+
+    def _is_in_models(self, parameter: nn.Parameter) -> bool:
+        # The id alone may be that of a parameter that was replaced and freed since.
+        models = self.masters.names.models
+        return id(parameter) in self.tensor_ids and any(parameter is p for model in models for p in model.parameters())
 
 
 def _is_managed(optimizer: Optimizer) -> bool:

@@ -1,6 +1,7 @@
 """Parameters, and data of parameters, that were put into a model after ``initialize``."""
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -177,3 +178,25 @@ def test_data_of_a_weight_that_only_multiplies_gets_its_dtype_back() -> None:
         model(torch.ones(1, 3))
         model.scale.data = torch.full((3,), 1.5)  # torch would promote the product to float32
     assert seen == [torch.float16] * 2
+
+
+def test_parameter_with_the_id_of_a_freed_one_is_stepped_by_another_optimizer() -> None:
+    """Replace a part in model and optimizer, and make parameters elsewhere until one has the id of a freed one."""
+    model, optimizer = made("O5")
+    old = set(map(id, model[1].parameters()))
+    model[1] = nn.Identity()
+    optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if id(p) not in old]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    others: list[nn.Parameter] = []
+    while not others or (id(others[-1]) not in old and len(others) < 20_000):
+        others.append(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+    if id(others[-1]) not in old:
+        pytest.skip("the memory is used by something else")
+    others[-1].grad = torch.ones(2, dtype=torch.bfloat16)
+    torch.optim.SGD(others[-1:], lr=0.5).step()
+    assert others[-1].tolist() == [0.5, 0.5]
