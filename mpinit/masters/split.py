@@ -281,7 +281,8 @@ class _Bucket(MasterBatch):
         self._addresses: list[int] = []
         self._strides: list[tuple[int, ...]] = []
         self._parts: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        # The weights' versions when they last agreed with their remainders.
+        self._versions = [owner.versions.get(id(master), -1) for master in masters]
         self._flat: list[torch.Tensor] = []
         self._halves: list[torch.Tensor] = []
         self._remainder = torch.empty(0, dtype=torch.int16)
