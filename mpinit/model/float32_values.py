@@ -287,7 +287,7 @@ class Float32Values:
             masters = [master for master in found if master is not None]
             returned = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
             self._last_handed_out = asked, masters, returned, len(self.masters)
-        self._handed_out.add(masters)
+            self._handed_out.add(masters)
         self._handed_out.add_gradients()
         return list(returned)
 
@@ -498,6 +498,8 @@ class HandedOutMasters:
 
     def add_gradients(self) -> None:
         """Set the ``grad`` of all handed-out masters, now and after each backward pass."""
+        if self._has_gradients and len(self._hooks) == len(self.masters):
+            return  # apply_gradients() has set them
         self._has_gradients = True
         if len(self._hooks) < len(self.masters):
             for master in self.masters:

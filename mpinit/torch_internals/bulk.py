@@ -91,8 +91,8 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def changed_grads(tensors: list[Any], expected: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
     """Return each tensor's ``grad``; None where all are the objects that were expected, the usual case."""
     code = native()
-    if code is not None and code.grads_are(tensors, expected):
-        return None
+    if code is not None:
+        return None if code.grads_are(tensors, expected) else grads_of(tensors)
     found = grads_of(tensors)
     return None if are_same(found, expected) else found
 
