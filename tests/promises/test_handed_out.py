@@ -464,7 +464,7 @@ def test_written_zeros_and_infinities_mean_exactly_these(kind: str, value: float
 def test_written_zeros_mean_exactly_these_after_a_train_state_was_read(
     native: str, is_trained: bool, value: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's functions behind TrainState make the optimizer's state by a step with a learning rate of 0."""
+    """Make the optimizer's state by a step with a learning rate of 0, as torch's functions behind TrainState do."""
     monkeypatch.setenv("MPINIT_NATIVE", native)
     training = trained(kind) if is_trained else Training(kind)
     training.write("first.weight", lambda weight: weight.fill_(value))
