@@ -125,10 +125,9 @@ class ForwardGuard:
 
     def reads_inputs(self) -> bool:
         """Return whether to read the inputs of this forward, which may be a device sync."""
-        if self.eager_forwards < self._next_read or self.inputs is None:
+        if self.eager_forwards < self._next_read or self._next_read > _LAST_READ or self.inputs is None:
             return False
-        if self._next_read < _LAST_READ:
-            self._next_read *= 10
+        self._next_read *= 10
         return True
 
     def check_present(self) -> None:

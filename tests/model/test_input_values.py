@@ -168,6 +168,20 @@ def test_each_input_is_warned_of_once_also_where_a_later_batch_shows_it() -> Non
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("forward", [1, 2, 10, 11, 100, 1000, 1001, 1002])
+def test_inputs_are_read_in_few_forwards(forward: int) -> None:
+    """Pass a spoilt input once: reading one may be a device sync, so only forwards 1, 10, 100 and 1000 do it."""
+    model = quietly(Parts(lambda self, x, t: self.linear(x) + t, linear=nn.Linear(1, 1)), "O5")
+    x, fine, spoilt = torch.ones(1, 1), torch.ones(1), torch.tensor([998.39])
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(forward - 1):
+            model(x, fine)
+        assert not caught
+        model(x, spoilt)
+    assert len(caught) == (forward in (1, 10, 100, 1000))
+
+
 def test_a_tensor_in_a_container_is_named_by_its_argument() -> None:
     model = quietly(Parts(lambda self, batch: self.linear(batch["x"]), linear=nn.Linear(2, 2)))
     model.forward.__self__.names = None
