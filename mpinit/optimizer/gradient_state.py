@@ -90,6 +90,10 @@ class GradientState(NamedTuple):
         """Return whether a ``scale_loss`` block is open that multiplies gradients by the loss scale."""
         return self.block is not None and self.block() is not None
 
+    def is_scaled_by(self, scaler: LossScaler) -> bool:
+        """Return whether a GradScaler's loss has scaled the gradients by this scaler already."""
+        return self.is_scaled and self.scaler is scaler and not self.is_open
+
     @property
     def is_abandoned(self) -> bool:
         """Return whether a ``scale_loss`` block was dropped without an exit, as by a call of ``__enter__`` alone."""

@@ -328,10 +328,17 @@ class Losses:
         if scaled.requires_grad and not scaler.is_identity:
             if is_distributed():
                 self.managed.shared.ranks.unreduced.scale(scaler)
-            for managed in self.managed.patched():
-                managed.checks.expect_scaled(scaler)
-                if not torch.compiler.is_compiling():
-                    managed.checks.writes.watch(scaled)
+            done: Done = {}
+            patched = self.managed.patched()
+            for managed in patched:
+                managed.gradients.end_abandoned()
+            unscaled = [managed for managed in patched if not managed.gradients.state.is_scaled_by(scaler)]
+            for managed in unscaled:
+                managed.checks.before_grad_scaler(scaler)
+            for managed in unscaled:
+                managed.gradients.scale(None, scaler, done)
+            for managed in () if torch.compiler.is_compiling() else patched:
+                managed.checks.writes.watch(scaled)
         return scaled
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:

@@ -122,18 +122,18 @@ class GradientChecks:
             self.writes.report(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
         return present
 
-    def expect_scaled(self, scaler: LossScaler) -> None:
-        """Scale the present gradients like a GradScaler's loss; all gradients stay scaled until :meth:`unscale`."""
+    def before_grad_scaler(self, scaler: LossScaler) -> None:
+        """Prepare the present gradients to be scaled like a GradScaler's loss, before those of any optimizer are.
+
+        Raises:
+            RuntimeError: they are scaled by another loss's scale, or a ``scale_loss`` block is open.
+        """
         gradients = self._gradients
-        gradients.end_abandoned()
-        if gradients.state.is_scaled and gradients.state.scaler is scaler and not gradients.state.is_open:
-            return
         if gradients.present() or gradients.state.is_open:
             check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
         self._members.sync_groups()
         self._members.values.apply_gradients()
         gradients.widen()
-        gradients.scale(None, scaler, {})
 
     # -- before a step --------------------------------------------------------------------------------------------
 

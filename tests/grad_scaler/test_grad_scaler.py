@@ -311,3 +311,20 @@ def test_undone_while_gradients_are_scaled() -> None:
     with pytest.raises(TypeError, match=r"save scaler\.state_dict"):
         copy.deepcopy(scaler)
     optimizer.step()
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_kept_gradient_of_a_weight_with_two_optimizers_is_scaled_once(masters: bool | str) -> None:
+    """Clear nothing between three iterations: the gradient is the sum of three."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
+    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0, verbosity=0)
+    scaler = mpinit.GradScaler(optimizers[0])
+    for count in (1.0, 2.0, 3.0):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[count, count]]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
