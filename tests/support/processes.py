@@ -116,7 +116,7 @@ def launch(path: Path, counts: dict[str, int], patience: float | None = None) ->
 
 
 def read(report: Path) -> dict[str, str]:
-    """The outcomes so far."""
+    """Return the outcomes so far."""
     return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
 
 
