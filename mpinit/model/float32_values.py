@@ -32,7 +32,16 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.bulk import Children, Entries, are_same, changed_grads, grads_of, set_grads, versions_of
+from ..torch_internals.bulk import (
+    Children,
+    Entries,
+    are_same,
+    changed_grads,
+    grads_of,
+    set_grads,
+    set_grads_of_same_dtype,
+    versions_of,
+)
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
 from .casting import TensorCasts
@@ -552,14 +561,15 @@ class HandedOutMasters:
             if not anew or not (self._copies or changed_grads(self._parameters, self._bound)):
                 return
             theirs = self._theirs
-        bound, self._copies = theirs, {}
+        self._bound, self._theirs, self._copies = theirs, theirs, {}
+        if set_grads_of_same_dtype(self._parameters, theirs):
+            return
         if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
             with torch.no_grad():
-                bound = [None if gradient is None else gradient.float() for gradient in theirs]
-            copies = enumerate(zip(bound, theirs, strict=True))
+                self._bound = [None if gradient is None else gradient.float() for gradient in theirs]
+            copies = enumerate(zip(self._bound, theirs, strict=True))
             self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
-        set_grads(self._parameters, bound)
-        self._bound, self._theirs = bound, theirs
+        set_grads(self._parameters, self._bound)
 
     def apply_gradients(self) -> None:
         """Set weights' gradients to those that were set on their masters, and the reverse.

@@ -85,14 +85,17 @@ def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return each tensor's ``grad``."""
-    return list(map(_GRAD_OF, tensors))
+    code = native()
+    found: list[torch.Tensor | None] | None = None if code is None else code.grads(tensors)
+    return list(map(_GRAD_OF, tensors)) if found is None else found
 
 
 def changed_grads(tensors: list[Any], expected: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
     """Return each tensor's ``grad``; None where all are the objects that were expected, the usual case."""
     code = native()
     if code is not None:
-        return None if code.grads_are(tensors, expected) else grads_of(tensors)
+        changed: list[torch.Tensor | None] | None = code.changed_grads(tensors, expected)
+        return changed
     found = grads_of(tensors)
     return None if are_same(found, expected) else found
 
@@ -104,10 +107,19 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 
 def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``."""
+    if not set_grads_of_same_dtype(tensors, grads):
+        consume(map(setattr, tensors, repeat("grad"), grads))
+
+
+def set_grads_of_same_dtype(tensors: list[Any], grads: list[torch.Tensor | None]) -> bool:
+    """Set each tensor's ``grad`` if native code is there and finds nothing unusual.
+
+    Returns:
+        False if nothing was set: there is no native code, or a gradient is not an ordinary tensor of its tensor's
+        dtype, device and shape.
+    """
     code = native()
-    if code is not None and code.set_grads(tensors, grads):
-        return
-    consume(map(setattr, tensors, repeat("grad"), grads))
+    return code is not None and bool(code.set_grads(tensors, grads))
 
 
 def set_all_data(tensors: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -900,20 +900,47 @@ PyObject* versions(PyObject*, PyObject* given) {
   });
 }
 
-// grads_are(tensors, expected): whether each tensor's grad is the expected one, None among them; two lists.
-PyObject* grads_are(PyObject*, PyObject* args) {
+PyObject* list_of_grads(PyObject* tensors) {
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  PyObject* found = PyList_New(count);
+  for (Py_ssize_t i = 0; i < count && found != nullptr; ++i) {
+    const at::Tensor& grad = THPVariable_Unpack(PyList_GET_ITEM(tensors, i)).grad();
+    PyObject* wrapped = grad.defined() ? THPVariable_Wrap(grad) : Py_NewRef(Py_None);
+    if (wrapped == nullptr) Py_CLEAR(found);
+    else PyList_SET_ITEM(found, i, wrapped);
+  }
+  return found;
+}
+
+bool are_tensors(PyObject* list) {
+  if (!PyList_Check(list)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
+    if (!THPVariable_Check(PyList_GET_ITEM(list, i))) return false;
+  return true;
+}
+
+// grads(tensors): each tensor's grad. None where the argument is no list of tensors.
+PyObject* grads(PyObject*, PyObject* given) {
+  if (!are_tensors(given)) Py_RETURN_NONE;
+  return guarded([&] { return list_of_grads(given); });
+}
+
+// changed_grads(tensors, expected): each tensor's grad. None where all are the expected ones, None among them; two lists.
+PyObject* changed_grads(PyObject*, PyObject* args) {
   PyObject *tensors, *expected;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &expected)) return nullptr;
+  if (!are_tensors(tensors)) return PyErr_Format(PyExc_TypeError, "changed_grads() reads tensors");
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
-  if (PyList_GET_SIZE(expected) != count) Py_RETURN_FALSE;
   return guarded([&]() -> PyObject* {
+    if (PyList_GET_SIZE(expected) != count) return list_of_grads(tensors);
     for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject *tensor = PyList_GET_ITEM(tensors, i), *grad = PyList_GET_ITEM(expected, i);
-      if (!THPVariable_Check(tensor) || !(grad == Py_None || THPVariable_Check(grad))) Py_RETURN_FALSE;
-      const at::Tensor& found = THPVariable_Unpack(tensor).grad();
-      if (grad == Py_None ? found.defined() : !found.is_same(THPVariable_Unpack(grad))) Py_RETURN_FALSE;
+      PyObject* grad = PyList_GET_ITEM(expected, i);
+      const at::Tensor& found = THPVariable_Unpack(PyList_GET_ITEM(tensors, i)).grad();
+      const bool is_same = grad == Py_None ? !found.defined()
+                                           : THPVariable_Check(grad) && found.is_same(THPVariable_Unpack(grad));
+      if (!is_same) return list_of_grads(tensors);
     }
-    Py_RETURN_TRUE;
+    Py_RETURN_NONE;
   });
 }
 
@@ -966,7 +993,8 @@ PyObject* are_plain(PyObject*, PyObject* given) {
 
 PyMethodDef methods[] = {
     {"are_plain", are_plain, METH_O, nullptr},
-    {"grads_are", grads_are, METH_VARARGS, nullptr},
+    {"grads", grads, METH_O, nullptr},
+    {"changed_grads", changed_grads, METH_VARARGS, nullptr},
     {"set_grads", set_grads, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},

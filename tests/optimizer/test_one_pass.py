@@ -27,7 +27,7 @@ import mpinit
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import one_pass, skipping
 from mpinit.torch_internals import one_pass as native_code
-from mpinit.torch_internals.bulk import are_plain, changed_grads, set_grads
+from mpinit.torch_internals.bulk import are_plain, changed_grads, grads_of, set_grads
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
@@ -98,7 +98,8 @@ FUNCTIONS = (
     "versions",
     "are_as_seen",
     "casts",
-    "grads_are",
+    "grads",
+    "changed_grads",
     "set_grads",
     "are_plain",
 )
@@ -159,7 +160,8 @@ def test_native_code_finds_the_same_gradients_changed(monkeypatch: pytest.Monkey
     for code in (None, native):
         use(monkeypatch, code)
         found = [changed_grads(weights, expected) for expected in others]
-        assert found[0] is None
+        assert found[0] is None and all(map(operator.is_, grads_of(iter(weights)), gradients))
+        assert all(map(operator.is_, grads_of(weights), gradients))
         assert all(now is not None and all(map(operator.is_, now, gradients)) for now in found[1:])
 
 
