@@ -353,7 +353,15 @@ QUIET: dict[str, Any] = {
 }
 NAMES = ("ddp", "fsdp by layer", "hsdp", "tp", "tp fsdp")
 OVERFLOWS, ACCUMULATES, RESUMES = ("", "overflow"), ("", "no_sync"), ("", "checkpoint")
+OPTIONS = list(itertools.product(OVERFLOWS, ACCUMULATES, RESUMES))
 CELLS = list(itertools.product(NAMES, LEVELS, OVERFLOWS, ACCUMULATES, RESUMES))
+# Of the eight combinations of options a long run has two for each engine and level, one with all that the other lacks;
+# together they have every pair of an engine or level and two options.
+LONG_CELLS = [
+    (name, level, *options)
+    for row, (name, level) in enumerate(itertools.product(NAMES, LEVELS))
+    for options in (OPTIONS[row % 4], OPTIONS[7 - row % 4])
+]
 
 
 def built(engine: engines.Engine, level: str, overflows: bool) -> Any:
@@ -361,7 +369,7 @@ def built(engine: engines.Engine, level: str, overflows: bool) -> Any:
     return engines.pair(engine, level, **scaling)
 
 
-@ranks(4, ("ddp", "O2", "overflow", "no_sync", "checkpoint"), long=CELLS)
+@ranks(4, ("ddp", "O2", "overflow", "no_sync", "checkpoint"), long=LONG_CELLS, nightly=CELLS)
 def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: str) -> None:
     """Compare with a loop by hand without the skipped step, O1 and O4 with float32; or all ranks refuse."""
     # DDP sorts gradients into other buckets after its first step, and would not resume to the bit.

@@ -22,7 +22,10 @@ from mpinit import registry
 IN_16_BIT = {"in 16-bit": LEVELS["O5"], "model, in 16-bit": LEVELS["O5"] | {"master_weights": "model"}}
 
 
-@pytest.mark.parametrize("each", [101, pytest.param(1, marks=pytest.mark.long)])
+# Interrupt at every 101st place, every 7th in a long run, and every one at night.
+@pytest.mark.parametrize(
+    "each", [101, pytest.param(7, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("kind", ["O0", "O1", "O2 and a float32 head", "O3", "split", "model", "int8", *IN_16_BIT])
 def test_interrupted_initialize_changes_nothing(kind: str, each: int) -> None:
     asked = IN_16_BIT.get(kind) or LEVELS.get(kind) or KINDS[kind]
