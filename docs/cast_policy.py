@@ -86,6 +86,8 @@ in float16 and bfloat16.
 - `mpinit.disable_casts()` around `model(x)` always switches casts off. So does `torch.autocast(..., enabled=False)`,
   with one exception: around a compiled model, in a thread where casts are off already, a compiled graph cannot see it.
   Use `disable_casts()` there.
+- The first forward of a training inside `torch.autocast(..., enabled=False)` warns that it computes in float32. Many
+  loops open that block themselves, if their own mixed precision is off (`autocast(enabled=args.amp)`).
 - Wrappers cast while torch's autocast flag of the tensor's device is on. So they also cast inside your own
   `torch.autocast` block, while a session with O1 is live.
 - Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of a forward they

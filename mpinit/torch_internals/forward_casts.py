@@ -7,6 +7,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
+from ..basics.logs import warn_user
 from .native_autocast import (
     State,
     ThreadAutocast,
@@ -45,10 +46,11 @@ class ForwardCasts:
     forward may be traced.
     """
 
-    __slots__ = ("dtype",)
+    __slots__ = ("dtype", "has_trained")
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
+        self.has_trained = False
 
     def __reduce__(self) -> tuple[type["ForwardCasts"], tuple[torch.dtype | None]]:
         return (ForwardCasts, (self.dtype,))
@@ -73,7 +75,16 @@ class ForwardCasts:
                 if depth > 1:
                     torch.clear_autocast_cache()  # torch's cache is keyed by the weight, not by the dtype
         torch.set_autocast_cache_enabled(any_on)
+        outside = thread.forwards[-1][2] if thread.forwards else 0
         thread.forwards.append((state, depth - 1, depth))
+        if not self.has_trained and torch.is_grad_enabled():
+            self.has_trained = True
+            if not any_on and depth - 1 > outside:
+                try:
+                    _warn_of_block()
+                except Warning:
+                    self.__exit__()
+                    raise
 
     def __exit__(self, *_: object) -> None:
         thread = thread_state.value
@@ -92,6 +103,16 @@ class ForwardCasts:
             return function(*args, **kwargs)
         with _traced_forward(self.dtype) if torch.compiler.is_compiling() else self:
             return function(*args, **kwargs)
+
+
+def _warn_of_block() -> None:
+    """Warn where the first forward of a training runs in such a block, as ``autocast(enabled=args.amp)``."""
+    warn_user(
+        "this forward runs inside a torch.autocast(..., enabled=False) block, which switches O1's and O4's casts off, "
+        "so it computes in float32. Remove the block (a library's loop may open one because of its own amp=False), or "
+        "use a level with 16-bit weights, such as opt_level='O5'. To switch casts off on purpose, use "
+        "mpinit.disable_casts()"
+    )
 
 
 NO_CASTS: Final = ForwardCasts(None)

@@ -7,6 +7,7 @@ import copy
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -215,3 +216,55 @@ def test_an_interrupted_undo_completes_when_called_again(live: str, both: bool) 
         check(live, before, where)
     assert count > 30
     assert len(INSTALLATION._sessions) == (live == "beside another")
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+@pytest.mark.parametrize("scope", ["thread", "model"])
+def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes_in_float32(
+    level: str, scope: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    expected = model(x)
+    more = {} if level == "O5" else {"cast_scope": scope}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    outputs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            model(x)
+        for _ in range(2):
+            with torch.autocast("cpu", enabled=False):
+                outputs.append(model(x).detach())
+    assert torch.equal(outputs[0], expected) is (level != "O5")
+    told = [str(each.message) for each in caught]
+    assert len(told) == (0 if level == "O5" else 1)
+    assert all("computes in float32. Remove the block" in text and "disable_casts()" in text for text in told)
+    assert all(each.filename == __file__ for each in caught)
+
+
+def test_casts_that_are_switched_off_on_purpose_are_no_reason_to_warn() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    with mpinit.disable_casts():
+        model(x)
+    with torch.autocast("cpu", enabled=False):
+        model(x)
+    other = torch.nn.Linear(4, 4)
+    mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O1", verbosity=0)
+    other(x)
+    with torch.autocast("cpu", enabled=False):  # a part of a training is in float32
+        other(x)
+
+
+def test_the_warning_as_an_error_leaves_casts_as_they_were() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    with torch.autocast("cpu", enabled=False):
+        with pytest.raises(UserWarning, match="this forward runs inside"):
+            model(x)
+        assert product_dtype() is FP32
+    assert product_dtype() is HALF
+    mpinit.undo(model)
+    assert product_dtype() is FP32 and torch.is_autocast_cache_enabled()

@@ -27,6 +27,7 @@ def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
     assert device_types() == expected
 
 
+@pytest.mark.filterwarnings("ignore:this forward runs inside a torch.autocast")
 @pytest.mark.parametrize("scope", ["thread", "model"])
 @pytest.mark.parametrize("where", ["here", "other thread"])
 @pytest.mark.parametrize(
