@@ -139,3 +139,36 @@ def test_an_exported_program_makes_the_onnx_file_that_its_weights_allow() -> Non
     session = runtime.InferenceSession(file.getvalue())
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=1e-4)
+
+
+PROGRAMS = [("cnn", "O1", False), ("cnn", "O5", False), ("linear", "O1", True), ("linear", "O2", True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("network", "level", "runs"), [*PROGRAMS, ("linear", "O5", False)])
+def test_the_file_of_an_exported_16_bit_program_is_right_or_refused_by_onnxruntime(
+    network: str, level: str, runs: bool
+) -> None:
+    runtime = needs("onnxruntime")
+    needs("onnxscript")
+    if network == "linear":
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+        model, x = model.eval(), torch.randn(2, 8)
+    else:
+        model, x = started(network, level)
+    expected = model(x).detach()
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), expected)
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(program, (), file, dynamo=True, verbose=False)
+    if not runs:
+        with pytest.raises(Exception, match="ONNXRuntimeError"):
+            runtime.InferenceSession(file.getvalue())
+        return
+    session = runtime.InferenceSession(file.getvalue())
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-3, rtol=2e-3)
