@@ -115,8 +115,8 @@ def scale_loss(
 def _hint_of_loss(loss: Any) -> str:
     """Return a hint for a value that was passed in place of a loss, or ""."""
     if isinstance(loss, (float, int)) or hasattr(loss, "dtype"):
-        return ": give the loss itself, without .item() or .numpy(), whose gradients are computed from it"
-    return ": give the loss of this output, as output.loss" if hasattr(loss, "loss") else ""
+        return ": pass the loss itself, without .item() or .numpy(), whose gradients are computed from it"
+    return ": pass the loss of this output, output.loss" if hasattr(loss, "loss") else ""
 
 
 def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
@@ -133,7 +133,7 @@ def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """Yield the parameters that ``optimizer.step()`` updates, in float32, with the gradients that it uses.
 
-    Between steps an optimizer's groups hold the model's own parameters, and their ``grad`` is what a step uses, so that
+    Between steps an optimizer's groups contain the model's own parameters, and a step uses their ``grad``, so that
     clipping over these does as well. The masters are the same objects in every iteration: a list of them can be kept.
     After each backward pass a master's ``grad`` is its weight's. A master that is written to is rounded into its weight
     at the next use of the model or an optimizer, and a gradient that is replaced on one of the two counts for both.
@@ -181,7 +181,7 @@ def clip_grad_norm_(
     Args:
         optimizer: an initialised optimizer.
         max_norm, norm_type, error_if_nonfinite, foreach: as in ``torch.nn.utils.clip_grad_norm_``.
-        process_group: ranks that hold other parameters of the same model, one for each pipeline stage: the norm is
+        process_group: ranks that have other parameters of the same model, one for each pipeline stage: the norm is
             that of all of them. Default none; what is sharded over meshes is added up anyway.
 
     Returns:
@@ -226,7 +226,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
         scaled; empty if mpinit is disabled.
 
     Raises:
-        RuntimeError: None was given and there is not exactly one live session; the message lists them.
+        RuntimeError: None was passed and there is not exactly one live session; the message lists them.
 
     Example:
         >>> import torch, mpinit

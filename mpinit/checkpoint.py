@@ -1,6 +1,6 @@
 """Saving and loading what a session adds to a checkpoint: the loss scalers.
 
-Masters need no place of their own: ``model.state_dict()`` holds their float32 bits, and loading it sets them.
+Masters need no place of their own: ``model.state_dict()`` has their float32 bits, and loading it sets them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -52,11 +52,11 @@ def _hint(item: Any, kind: type) -> str:
         return ". Models come first and optimizers second: are the two swapped?"
     if isinstance(item, (Iterator, nn.Parameter)):
         value = "the model itself" if kind is nn.Module else "the optimizer that was made from the parameters"
-        return f", as model.parameters() holds or is: give {value}"
+        return f", as model.parameters() contains or is: pass {value}"
     if isinstance(item, torch.Tensor):
         return ". The loss comes first and its optimizers second: are the two swapped?"
     if isinstance(item, Mapping):
-        return ", as state_dict() returns: give the object that has it"
+        return ", as state_dict() returns: pass the object that has it"
     if kind is Optimizer and callable(getattr(item, "step", None)):
         return (
             ", whose class is not derived from torch.optim.Optimizer: derive it, or initialise the model alone, with "
@@ -72,7 +72,7 @@ def as_optimizers(value: Any) -> list[Any]:
         inner = None if isinstance(item, Optimizer) else wrapped_in(item)
         if isinstance(inner, Optimizer):
             raise TypeError(
-                f"{type(item).__name__} is no Optimizer, and steps in a way of its own: give the "
+                f"{type(item).__name__} is no Optimizer, and steps in a way of its own: pass the "
                 f"{type(inner).__name__} inside of it, and wrap that afterwards"
             )
     return as_list(items, Optimizer, "optimizers")
@@ -127,7 +127,7 @@ def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
     for objects, what in ((models, "models"), (optimizers, "optimizers")):
         for item, times in Counter(objects).most_common(1):
             if times > 1:
-                raise ValueError(f"{what} holds the same {type(item).__name__} twice; give each one once")
+                raise ValueError(f"{what} contains the same {type(item).__name__} twice; pass each one once")
     for owner in (*models, *optimizers):
         owning = registry.of(owner)
         if owning is not None:
@@ -180,7 +180,7 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
         shared = ModelIndex(session.models).tensor_ids()
         for name, module in index.named_modules:
             if any(id(tensor) in shared for _, tensor in index.own[module]):
-                which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
+                which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} passed"
                 raise ValueError(
                     f"{which} shares tensors with a model of {session.describe()}, and one of the two sessions casts "
                     "them. Pass all models and optimizers that belong together in one call of mpinit.initialize, or "
@@ -219,7 +219,7 @@ def _check_kept_names(index: ModelIndex, props: Properties) -> None:
 def _warn_about_16_bit_weights(names: list[str]) -> None:
     warn_user(
         f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
-        "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Give the "
+        "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Pass the "
         "model in float32, or use opt_level='O2'"
     )
 
@@ -237,20 +237,20 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
             raise ValueError(
                 f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the "
                 f"shapes of theirs: {first}. It was made before the model was copied or moved, or from another: make "
-                "the optimizer from the parameters of the model given to mpinit.initialize"
+                "the optimizer from the parameters of the model passed to mpinit.initialize"
             )
     if stray and len(stray) == len(optimizers) and not awaits:
         expression, others = inner_optimizers(optimizers[0])
         if others:
             raise ValueError(
                 f"this {type(optimizers[0]).__name__} steps no weight of the models, and has {len(others)} optimizers "
-                f"that do, which hooks step inside of the backward pass: give those, {expression}, at a level without "
+                f"that do, which hooks step inside of the backward pass: pass those, {expression}, at a level without "
                 "a loss scale, such as O5"
             )
         raise ValueError(
             f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to "
             f"the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be trained: "
-            "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, give the "
+            "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, pass the "
             "model's optimizer too, or await_optimizers=True if that comes later"
         )
 
@@ -305,7 +305,7 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     if group is not None:
         if not is_distributed():
             raise ValueError(
-                "process_group was given, but torch.distributed is not initialised: init_process_group comes first"
+                "process_group was passed, but torch.distributed is not initialised: init_process_group comes first"
             )
         if not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")

@@ -27,7 +27,7 @@ class GradScaler:
 
     ``scale(loss).backward()`` leaves scaled gradients on the weights, where they add up; ``unscale_(optimizer)``, or
     else ``step(optimizer)``, unscales and checks them, in float32 where there are masters; ``update()`` moves the
-    scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was given ``loss_scale=1.0``.
+    scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was called with ``loss_scale=1.0``.
     Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
     The scale and the numbers by which it moves are those that :func:`initialize` was given; a static one stays what it
     is.
@@ -300,7 +300,7 @@ def _instead(owners: Any, arguments: Mapping[str, Any]) -> str:
     call = ", ".join([*([repr(owners)] if isinstance(owners, (str, torch.device)) else []), *what])
     moved = ", ".join(["model, optimizer", *(f"{name}={value!r}" for name, value in numbers.items())])
     return (
-        f"GradScaler({call}): mpinit's takes the optimizer that was initialised, which knows its device, and the "
+        f"GradScaler({call}): mpinit's needs the optimizer that was initialised, which knows its device, and the "
         f"numbers of a scale are initialize's: mpinit.initialize({moved}), and then mpinit.GradScaler(optimizer)"
     )
 

@@ -11,11 +11,11 @@ from .session import Session
 
 @contextmanager
 def float32_weights(owners: Any) -> Iterator[None]:
-    """Give the models of a session float32 parameters and buffers while the block runs: what their 16-bit ones mean.
+    """Set the parameters and buffers of a session's models to their float32 values while the block runs.
 
     They read and write as float32, with every bit of the masters, at every level, and forwards compute in float32: for
     averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. The optimizers'
-    groups hold them, too. At the end numbers are rounded into the 16-bit weights, also after an exception, and
+    groups contain them, too. At the end numbers are rounded into the 16-bit weights, also after an exception, and
     gradients, ``requires_grad``, hooks, Python attributes and groups are carried back. May be nested. Where weights are
     float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in float32).
 

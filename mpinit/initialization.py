@@ -116,7 +116,7 @@ def initialize(
 ) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
 
-    Keywords override the configuration, which overrides the level. A keyword of None counts as not given.
+    Keywords override the configuration, which overrides the level. A keyword of None counts as not passed.
 
     Args:
         models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
@@ -187,7 +187,7 @@ def initialize(
             Default 64 MiB; on a CPU at most 16 MiB, because larger buckets are slower there.
 
     Returns:
-        The objects given, as one object, a list or a tuple as they were; only the models where ``optimizers`` is None.
+        The same objects, as one object, list or tuple as they were passed; only the models if ``optimizers`` is None.
 
     Raises:
         ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.
@@ -254,7 +254,12 @@ def _announce(session: Session, names_in_16_bit: list[str]) -> None:
     log.info("%s: %s", session.describe(), words)
     if names_in_16_bit:
         first = ", ".join(names_in_16_bit[:3])
-        log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(names_in_16_bit), "weight"), first)
+        log.info(
+            "%s: %s had a 16-bit dtype already, first %s",
+            session.describe(),
+            counted(len(names_in_16_bit), "weight"),
+            first,
+        )
 
 
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
@@ -270,10 +275,10 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
             weight later starts from its 16-bit values.
 
     Returns:
-        The objects given, as given.
+        The same objects, as they were passed.
 
     Raises:
-        RuntimeError: the parameters are of no initialised model, or of several sessions; or an empty list was given
+        RuntimeError: the parameters are of no initialised model, or of several sessions; or an empty list was passed
             and more than one session waits. Nothing was changed.
         ValueError: an optimizer that is initialised already, or cannot be stepped with masters of the session's kind.
         TypeError: arguments that are no optimizers.
@@ -309,14 +314,14 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
 
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
-    """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
+    """Undo what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
 
     Args:
         owners: a model or optimizer, or a list or tuple of them; everything initialised together is undone together.
 
     Raises:
         ValueError: an object that is not initialised (any more).
-        Exception: a part of it has failed. Everything else was taken back; call it again for the part that failed.
+        Exception: a part of it has failed. Everything else was undone; call it again for the part that failed.
 
     Example:
         >>> import torch, mpinit

@@ -96,7 +96,7 @@ class ScalingRule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved configuration: the properties as they were given, and the decisions that follow from them.
+    """The resolved configuration: the properties as they were passed, and the decisions that follow from them.
 
     Attributes:
         properties: the properties themselves.
@@ -105,7 +105,7 @@ class Plan:
         cast_outputs: whether floating outputs are cast.
         output_dtype: the dtype that outputs are cast to.
         keeps: the rule by which modules stay float32; without entries where no weight is 16-bit.
-        keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one that says yes is enough.
+        keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one True is enough.
         function_dtype: the 16-bit dtype that patched torch functions run in.
         masters: how float32 masters are kept.
         scaling: the rule the loss scales follow.

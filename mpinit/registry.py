@@ -74,7 +74,7 @@ def own(owner: Any) -> Session | None:
 
 
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
-    """List the live sessions of models or optimizers, each once; objects without one are left out."""
+    """List the live sessions of models or optimizers, each once; objects without one are not listed."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
     return [session for session in found if not (scaled and all(scaler.is_identity for scaler in session.scalers))]
 
@@ -177,4 +177,4 @@ def session_meant(optimizer: Optimizer | None) -> Session | None:
     if not sessions and len(disabled):
         return None
     known = "; ".join(session.describe() for session in sessions) or "none: call mpinit.initialize first"
-    raise RuntimeError(f"which session is meant? Give an optimizer of it. Live sessions: {known}")
+    raise RuntimeError(f"which session is meant? Pass an optimizer of it. Live sessions: {known}")

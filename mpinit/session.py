@@ -334,7 +334,7 @@ class Session:
         for optimizer in optimizers:
             self.values.casts.mark_trained(self.managed.find(optimizer).parameters())
 
-    # -- look-ups -----------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------
 
     def has_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any of these is a parameter of the models."""

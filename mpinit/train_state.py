@@ -202,7 +202,7 @@ class TrainState:
         except KeyError as error:
             raise ValueError(
                 f"this {type(optimizer).__name__} steps parameters that {type(self._model).__name__} does not have, "
-                "and a TrainState knows them by the model's names: give the model that has them all"
+                "and a TrainState knows them by the model's names: pass the model that has them all"
             ) from error
         if starts:
             optimizer.state.clear()
@@ -265,7 +265,7 @@ class TrainState:
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
         faults = [f"there is no {key!r}" for key in own if key not in state]
         if faults and not state and whole:
-            faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) takes rank 0's"]
+            faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) uses rank 0's"]
         if "model" in state:
             faults += model_faults(own["model"], state["model"], strict, whole)
         if "optim" in own and "optim" in state:
@@ -303,7 +303,7 @@ def _as_parts(loaded: Any) -> dict[str, Any]:
     if unknown:
         raise ValueError(
             f"a state has 'model', 'optim' and 'scalers'; nothing was loaded, because this one has "
-            f"{', '.join(map(repr, unknown[:5]))}: give the part that TrainState.state_dict() returned"
+            f"{', '.join(map(repr, unknown[:5]))}: pass the part that TrainState.state_dict() returned"
         )
     return state
 
@@ -471,7 +471,7 @@ def _tensor_faults(what: str, mine: Any, loaded: Any, whole: bool) -> Iterator[s
     elif is_sharded(loaded) and not is_sharded(mine):
         yield f"{what} is sharded, and here it is not: gather it with options=StateDictOptions(full_state_dict=True)"
     elif is_sharded(mine) and not is_sharded(loaded) and not whole:
-        yield f"{what} is sharded here, and given whole: load with options=StateDictOptions(full_state_dict=True)"
+        yield f"{what} is sharded here, and not in the state: load with options=StateDictOptions(full_state_dict=True)"
 
 
 def _named(fault: str, names: list[str]) -> list[str]:

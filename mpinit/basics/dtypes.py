@@ -31,7 +31,7 @@ def parse_dtype(value: Any) -> torch.dtype:
         found = NAMES.get(value.strip().lower().removeprefix("torch."))
         if found is not None:
             return found
-    raise ValueError(f"{value!r} is not a dtype mpinit works in; give a torch.dtype or one of {', '.join(NAMES)}")
+    raise ValueError(f"{value!r} is not a dtype mpinit works in; use a torch.dtype or one of {', '.join(NAMES)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,7 +50,7 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     if is_lower_precision(values.dtype):
-        values = values.float()  # bfloat16 has no 65,504: a clamp in it would give 65,536
+        values = values.float()  # bfloat16 has no 65,504: a clamp in it would return 65,536
     return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
 
 

@@ -45,7 +45,7 @@ def register_input(cls: type[T], cast: Callable[[T, torch.dtype], Any] | None) -
         >>> mpinit.register_input(Molecule, None)
     """
     if not isinstance(cls, type) or issubclass(cls, (torch.Tensor, torch.nn.Module)):
-        raise TypeError(f"register_input() needs a class of objects that hold tensors, not {cls!r}")
+        raise TypeError(f"register_input() needs a class of objects that contain tensors, not {cls!r}")
     if cast is None:
         REGISTERED.pop(cls, None)
         return

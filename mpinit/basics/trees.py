@@ -140,11 +140,11 @@ class TreeCast:
         return tree if is_same else node.unflatten_fn(parts, context)
 
     def tensors(self) -> list[torch.Tensor]:
-        """List the given tensors that were cast."""
+        """List the caller's tensors that were cast."""
         return [original for original, *_ in self._leaves]
 
     def write_back(self, dtype: torch.dtype) -> None:
-        """Copy writes to the cast trees into the given trees; new parts are cast to ``dtype``."""
+        """Copy writes to the cast trees into the caller's trees; new parts are cast to ``dtype``."""
         originals: dict[int, Any] = {}
         for original, cast, version in self._leaves:
             if version >= 0 and (cast._version == version or write_elements(original, cast, self._cast)):
@@ -162,7 +162,7 @@ class TreeCast:
                 _write(visit.original, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
-        """Cast a result; a part that is one of the cast trees becomes the given tensor or container itself."""
+        """Cast a result; a part that is one of the cast trees becomes the caller's tensor or container itself."""
         return TreeCast(dtype, self._originals)(tree)
 
 
@@ -191,9 +191,9 @@ def _is_graph(kind: type) -> bool:
 
 
 def _is_object_of_tensors(kind: type) -> bool:
-    """Return whether objects of a class that is no container are known to hold tensors, and how they are rebuilt.
+    """Return whether objects of a class that is no container are known to contain tensors, and how they are rebuilt.
 
-    A cache of transformers holds a model's own numbers, and is written to by methods: a rebuilt one would be another.
+    A cache of transformers has a model's own numbers, and is written to by methods: a rebuilt one would be another.
     So it would with a deque.
     """
     if kind in SUPPORTED_NODES:

@@ -50,7 +50,7 @@ class WeakIdSet(MutableSet[Member]):
 
 
 class WeakList(Sequence[Member]):
-    """Objects that are held weakly, in order; those that were freed are left out."""
+    """Weak references to objects, in order; those that were freed are not listed."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self._references: list[weakref.ref[Any]] = [weakref.ref(member) for member in members]
@@ -83,7 +83,7 @@ class WeakList(Sequence[Member]):
 
 
 class Models(Sequence[nn.Module]):
-    """Models that are held weakly, in order.
+    """Weak references to models, in order.
 
     In the place of one that was freed are those of its parts that live on, the topmost ones: the children of a list of
     models that was made for the call of ``initialize``.

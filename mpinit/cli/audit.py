@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     parameters, sizes = report.tables()
     show_table("What is stored, what moves least first", *parameters, numbers=(1, 5))
-    show_table("What it takes in training", *sizes, numbers=range(1, 6))
+    show_table("Memory in training", *sizes, numbers=range(1, 6))
     show_text(report.advice)
     return 0
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _pair_of_script(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
     if options:
-        raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; leave it out")
+        raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; omit it")
     return pair_of_script(arguments.factory, arguments.rest)
 
 

@@ -18,7 +18,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "Compile native code for this CPU, torch and Python, with the C++ compiler that CXX names (default c++), and "
         "compare it with torch's operations on samples. Trainings on a CPU then load it: SGD, Adam and AdamW step in "
         "one pass over memory, and optimizer states are encoded faster, to the same bits. MPINIT_NATIVE=0 switches it "
-        "off. TORCH_EXTENSIONS_DIR says where it is kept. Build it again after an update of mpinit, torch or Python."
+        "off. TORCH_EXTENSIONS_DIR sets its folder. Build it again after an update of mpinit, torch or Python."
     )
     parser.add_argument("--force", action="store_true", help="build it again where it is built")
 

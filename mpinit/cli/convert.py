@@ -58,10 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint, convert it, and write the result."""
     source, target = Path(arguments.source), Path(arguments.target)
     if target.exists() and source.exists() and target.samefile(source):
-        raise ValueError(f"{target} is the file to read; give another name")
+        raise ValueError(f"{target} is the file to read; use another name")
     # lexists, because a broken symbolic link exists too.
     if os.path.lexists(target) and not arguments.force:
-        raise ValueError(f"{target} is there already; give another name, or --force")
+        raise ValueError(f"{target} exists already; use another name, or --force")
     result, changes = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
     _write(result, target)
     if arguments.json:
@@ -85,7 +85,7 @@ def _read(source: Path, trusts: bool) -> Any:
             return torch.load(source, map_location="cpu", weights_only=not trusts)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         if isinstance(error, pickle.UnpicklingError) and not trusts:
-            more = "holds more than tensors and plain values; where it is your own, --trust reads it all the same"
+            more = "contains more than tensors and plain values; if you trust it, --trust reads it all the same"
             raise ValueError(f"{source} {more}") from None
         raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
 
@@ -111,7 +111,9 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         The new checkpoint, and a line for each change.
     """
     if not isinstance(checkpoint, Mapping):
-        raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
+        raise ValueError(
+            f"the file contains {type(checkpoint).__name__}, not a dict with a model and an optimizer in it"
+        )
     result, changes = dict(checkpoint), list[str]()
     scales = _pop_scales(result, changes)
     is_known = bool(scales)
@@ -141,7 +143,7 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         changes.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
     else:
         changes.append(
-            "no loss scale found, under any key: give mpinit.load_state_dict none, or start with a fresh scaler"
+            "no loss scale found, under any key: do not call mpinit.load_state_dict, or start with a fresh scaler"
         )
     return result, changes
 
@@ -232,7 +234,7 @@ def _written(scales: dict[str, dict[str, Any]], to: str, loss_id: int) -> dict[s
         return {n: {"loss_scale": s["loss_scale"], "unskipped": s["unskipped"]} for n, s in scales.items()}
     chosen = scales.get(f"loss_scaler{loss_id}")
     if chosen is None:
-        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(scales)}: give --loss-id")
+        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(scales)}: add --loss-id")
     return {"scale": chosen["loss_scale"], **_GRAD_SCALER, "_growth_tracker": chosen["unskipped"]}
 
 
@@ -252,5 +254,5 @@ def _with_steps(state: Mapping[str, Any], name: str, changes: list[str]) -> dict
         per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
     if lacking:
         receivers = counted(len(lacking), "parameter")
-        changes.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {receivers}")
+        changes.append(f"{name}: the step in the groups, as apex's fused optimizers have it, copied to {receivers}")
     return {**state, "state": per_parameter}

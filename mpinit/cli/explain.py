@@ -19,7 +19,7 @@ from .output import WIDTH, show_text, wrapped
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 _SHORT: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _INPUT_HINT: Final = (
-    "give --input once for each input, without the batch, such as --input 3x224x224, or --input 24:int64:50 for token "
+    "add --input once for each input, without the batch, such as --input 3x224x224, or --input 24:int64:50 for token "
     "numbers below 50"
 )
 
@@ -37,7 +37,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SHAPE[:DTYPE[:BELOW]]",
         help="one of the model's inputs, without its batch, such as 3x224x224, or 128:int64:1000 for whole numbers "
-        "below 1,000; give it once for each input. Numbers are random",
+        "below 1,000; repeat it for each input. Numbers are random",
     )
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="size of the batch; 0 for none. Default 2")
     parser.add_argument(
@@ -141,9 +141,7 @@ def mean_square(output: Any) -> torch.Tensor:
     for value in values:
         if not isinstance(value, torch.Tensor) or value.is_floating_point():
             return mean_square(value)
-    raise ValueError(
-        f"the model returned {type(output).__name__}, of which no mean can be taken; give a function of it to --loss"
-    )
+    raise ValueError(f"the model returned {type(output).__name__}, which has no mean; use --loss with a function of it")
 
 
 def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:

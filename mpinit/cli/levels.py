@@ -67,7 +67,7 @@ def _config(path: str | None) -> ReadConfig:
         return read_config(path, ("num_losses", "verbosity"))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise ValueError(f"--config {path!r} cannot be read: {reason}; give the path of a TOML file") from None
+        raise ValueError(f"--config {path!r} cannot be read: {reason}; use the path of a TOML file") from None
 
 
 def _override(text: str) -> tuple[str, Any]:

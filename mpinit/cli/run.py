@@ -7,7 +7,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "mpinit run [-h] (-m MODULE | SCRIPT) [ARGUMENT ...]"
     parser.description = (
-        "Run a script that was written for apex as it is: `import apex` finds mpinit's stand-in, in this process "
+        "Run a script that was written for apex as it is: `import apex` finds mpinit's replacement, in this process "
         "only. Under torchrun: torchrun --nproc-per-node 2 -m mpinit run SCRIPT ..."
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")

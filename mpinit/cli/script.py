@@ -32,7 +32,7 @@ def pair_of_script(path: str, arguments: Sequence[str]) -> tuple[nn.Module, Opti
             parameters.
     """
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {path!r}; give a script's path, or pkg.mod:factory")
+        raise ValueError(f"there is no file {path!r}; use a script's path, or pkg.mod:factory")
     # In the order of their first call: a model comes before its parts.
     called: dict[nn.Module, None] = {}
     stepping: list[Optimizer] = []

@@ -104,7 +104,7 @@ def _import_real_apex() -> bool:
         spec.loader.exec_module(package)
     except Exception as error:
         # Most often it was built for another version of torch.
-        log.warning("the installed apex cannot be imported (%s: %s) and is left aside", type(error).__name__, error)
+        log.warning("the installed apex cannot be imported (%s: %s) and is ignored", type(error).__name__, error)
         return False
     return True
 

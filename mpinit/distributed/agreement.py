@@ -83,7 +83,7 @@ def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: 
     if faults:
         more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
         raise ValueError(
-            f"ranks that train one model were given different things: {'; '.join(faults[:_NAMED])}{more}. Call "
+            f"ranks that train one model were initialised differently: {'; '.join(faults[:_NAMED])}{more}. Call "
             "mpinit.initialize with the same model and keywords on every rank"
         )
 

@@ -13,7 +13,7 @@ from .agreement import Group, device_for
 from .sharding import is_sharded, local, redistribute_like
 
 _NOT_FINITE: Final = (
-    "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; give "
+    "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "
     "error_if_nonfinite=False to let the step be skipped where that is to happen"
 )
 
@@ -61,7 +61,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     process_group: Group | None,
 ) -> torch.Tensor:
-    """Clip the norm of all parameters' gradients in place, as one process that held all of them would.
+    """Clip the norm of all parameters' gradients in place, as one process that has all of them would.
 
     Returns:
         The norm before clipping, 0-dimensional, float32, the same on every rank.

@@ -120,7 +120,7 @@ def groups_of_fsdp(modules: Collection[nn.Module]) -> list[Any]:
 def model_parameters(models: Sequence[nn.Module]) -> dict[nn.Parameter, None]:
     """Return the models' parameters, each once; for a parameter that FSDP has gathered at the moment, its shard.
 
-    FSDP may keep parameters gathered from a forward until the backward pass has ended. Until then the modules hold
+    FSDP may keep parameters gathered from a forward until the backward pass has ended. Until then the modules have
     other parameters than the optimizer, and the unreduced gradients are in these.
     """
     found = dict.fromkeys(parameter for model in models for parameter in model.parameters())
@@ -205,9 +205,9 @@ def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, 
             asked = entry.mp_policy.param_dtype
             if asked is not None and asked is not dtype:
                 raise ValueError(
-                    f"fully_shard was given MixedPrecisionPolicy(param_dtype={asked}), and {name!r} is to compute in "
-                    f"{dtype}: leave mp_policy to mpinit.initialize, which sets it, or choose cast_model_type="
-                    f"{asked}, or opt_level='O1'"
+                    f"fully_shard was called with MixedPrecisionPolicy(param_dtype={asked}), and {name!r} is to "
+                    f"compute in {dtype}: call fully_shard without mp_policy, which mpinit.initialize sets, or choose "
+                    f"cast_model_type={asked}, or opt_level='O1'"
                 )
 
 

@@ -311,8 +311,8 @@ class Recording:
         frame = self._frames[-1]
         if len(inputs or outputs) > 1:
             if frame.is_kept:
-                return _Reason(f"weight type: module kept in {_FLOAT32} takes {(inputs or outputs)[0]}")
-            return _Reason(f"promotion: {' with '.join(inputs or outputs)} gives {', '.join(outputs) or 'no floats'}")
+                return _Reason(f"weight type: module kept in {_FLOAT32} has {(inputs or outputs)[0]}")
+            return _Reason(f"promotion: {' with '.join(inputs or outputs)} returns {', '.join(outputs) or 'no floats'}")
         (dtype,) = inputs or outputs
         if dtype in frame.casts:
             return _Reason(f"user's code: cast to {dtype}", frame.casts[dtype])

@@ -26,11 +26,11 @@ _LOSS_SCALE = "loss_scale.pt"
 # Methods of a Trainer that are patched.
 _METHODS = ("create_optimizer", "_save_scaler", "_load_scaler", "call_model_init")
 _INSTEAD = {
-    "args.fp16": "the opt_level says the type: leave TrainingArguments(fp16=...) out, and give enable() opt_level='O2'",
-    "args.bf16": "the opt_level says the type, and opt_level='O5' is bfloat16: give bf16=False (in TRL's "
+    "args.fp16": "the opt_level sets the dtype: omit TrainingArguments(fp16=...), and pass enable() opt_level='O2'",
+    "args.bf16": "the opt_level sets the dtype, and opt_level='O5' is bfloat16: pass bf16=False (in TRL's "
     "configurations, SFTConfig and the like, True is the default)",
-    "args.fp16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
-    "args.bf16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
+    "args.fp16_full_eval": "the weights that are evaluated are 16-bit already: omit it",
+    "args.bf16_full_eval": "the weights that are evaluated are 16-bit already: omit it",
     "is_fsdp_enabled": "FSDP replaces the parameters in train(): prepare with Accelerate, then mpinit.initialize",
     "is_deepspeed_enabled": "DeepSpeed keeps masters itself: use its own bf16 or fp16 settings",
 }

@@ -46,7 +46,7 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
         bits = part.view(torch.int32)
         if reads_without_sync(part.device):
             bits.add_(rest)
-            # A weight and a remainder of different numbers may give nan. A sum costs less than testing each element.
+            # A weight and a remainder of different numbers may be nan. A sum costs less than testing each element.
             if bool(part.sum().isfinite()):
                 continue
             bits.sub_(rest)

@@ -151,7 +151,7 @@ class Masters(ABC):
         return len(self._of)
 
     def of(self, weight: torch.Tensor) -> Master | None:
-        """Look up the master of a weight; None where it has none."""
+        """Return the master of a weight; None where it has none."""
         return self._of.get(id(weight))
 
     def add(self, weight: nn.Parameter, dtype: torch.dtype) -> Master | None:
@@ -208,7 +208,7 @@ class Masters(ABC):
             raise
 
     def follow_replaced_memory(self, masters: Iterable[Master] | None = None) -> None:
-        """Adopt new memory of weights, which an assignment to ``data`` may have given another dtype, shape or device.
+        """Adopt new memory of weights, which an assignment to ``data`` may have set to another dtype, shape or device.
 
         Numbers of another dtype count exactly, and the weight gets its 16-bit dtype back. After a change of shape,
         elements that are in both shapes keep their lower bits.
@@ -249,7 +249,7 @@ class Masters(ABC):
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
-        """Make a master. A float32 weight's master gets its memory, because the cast gives the weight new memory."""
+        """Make a master. A float32 weight's master gets its memory, because the cast allocates new memory."""
 
     @abstractmethod
     def _discard(self, master: Master) -> None:

@@ -382,8 +382,8 @@ def warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) ->
     names = index.named_by_model(tensors)
     warn_user(
         f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
-        "become that largest instead of infinite, and mpinit.undo and state_dict() give them back as they were. Where "
-        f"they have to take part in full, give keep_fp32=[{', '.join(map(repr, names))}], or their modules"
+        "become that largest instead of infinite, and mpinit.undo and state_dict() return them as they were. Where "
+        f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
     )
 
 

@@ -122,7 +122,7 @@ def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tens
     if changed:
         raise RuntimeError(
             f"{type(module).__name__} belongs to a model that mpinit.initialize has cast, and cannot be converted to "
-            f"{_converted(fn, changed[0])}: its float32 masters would go on without it. To keep a part in float32 give "
+            f"{_converted(fn, changed[0])}: its float32 masters would go on without it. To keep a part in float32 pass "
             "mpinit.initialize keep_fp32; for a float32 copy use copy.deepcopy(model); to convert the model itself "
             "call mpinit.undo(model) first"
         )
@@ -130,7 +130,7 @@ def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tens
         if getattr(torch.__future__, f"get_{flag}")() and any(map(is_16_bit, tensors)):
             raise RuntimeError(
                 f"torch.__future__.set_{flag}(True) replaces parameters where {type(module).__name__} is moved, and "
-                "mpinit.initialize has given them float32 masters: set it to False, or move the model before "
+                "mpinit.initialize has made float32 masters for them: set it to False, or move the model before "
                 "mpinit.initialize"
             )
 

@@ -55,9 +55,9 @@ def explain_inside(error: Exception, boundary: Boundary, module: nn.Module) -> s
     else:
         way_out = f"keep it in float32: keep_fp32={[name]}"
     return (
-        f"{name!r} ({kind}) has failed in a forward of {caller}, because it was given float32 and its weights are "
-        f"{dtype_name(inner)} ({error}): the model's own code makes float32 tensors, by .float() or of constants. In "
-        f"mpinit.initialize {way_out}, beside those that you gave; or use opt_level='O1' or 'O4', which cast in "
+        f"{name!r} ({kind}) has failed in a forward of {caller}, because it was called with float32 and its weights "
+        f"are {dtype_name(inner)} ({error}): the model's own code makes float32 tensors, by .float() or of constants. "
+        f"In mpinit.initialize {way_out}, beside those that you passed; or use opt_level='O1' or 'O4', which cast in "
         "functions"
     )
 
@@ -118,7 +118,7 @@ class MethodOutside(OfModule):
             raise RuntimeError(
                 f"{self.name!r} of {type(module).__name__} was called from outside of the model's forward, and has "
                 f"failed where float32 tensors meet {dtype_name(inner)} weights ({error}). Name it in "
-                f"mpinit.initialize, beside those that you gave, so that its inputs and outputs are cast: "
+                f"mpinit.initialize, beside those that you passed, so that its inputs and outputs are cast: "
                 f"entry_points={[entry]}"
             ) from error
         finally:

@@ -15,7 +15,7 @@ from ..plan import KeepInputPredicate
 def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:
     """Find methods by dotted name, "forward_features" or "backbone.forward_features", in every model; each once.
 
-    ``forward`` of a model itself is left out, which is patched anyway.
+    ``forward`` of a model itself is not among them, because it is patched anyway.
     """
     found: dict[tuple[nn.Module, str], None] = {}
     for name in names:
@@ -44,7 +44,7 @@ def _is_method(module: nn.Module, name: str) -> bool:
 
 def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str, method: str) -> str:
     if owners and hasattr(owners[0], method):
-        return f"entry_points={name!r} is no method of {type(owners[0]).__name__}: give the names of methods"
+        return f"entry_points={name!r} is no method of {type(owners[0]).__name__}: pass the names of methods"
     path = name.rpartition(".")[0]
     known = [
         f"{path}.{own}" if path else own for owner in owners for own in sorted({*dir(type(owner))} - {*dir(nn.Module)})
@@ -54,7 +54,7 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
     kinds = ", ".join(type(model).__name__ for model in models)
-    return f"entry_points={name!r} names no method of {kinds}{hint}; give names such as 'encode' or 'part.encode'"
+    return f"entry_points={name!r} names no method of {kinds}{hint}; pass names such as 'encode' or 'part.encode'"
 
 
 def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """The float32 numbers of a session's tensors: read, loaded, and handed out to users between steps.
 
 They are handed out in three ways: as entries of ``model.state_dict()``, as masters of ``master_params(optimizer)``, and
-as the parameters inside ``with float32_weights(model)``. One rule holds for all three:
+as the parameters inside ``with float32_weights(model)``. One rule applies to all three:
 
 1. A number that was written through one of them counts, unless its weight was changed by a step, a load or a write
    after it was handed out. Then the write is an error that names the tensor. A stale tensor is never copied into a
@@ -602,7 +602,7 @@ class HandedOutMasters:
         if before is None and theirs is not None and mine is not None:
             mine = theirs.add_(mine)  # the loss has reached both, as with a penalty on masters
         elif theirs is not before and theirs is not None:
-            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "given other gradients"))
+            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "assigned other gradients"))
         master.weight.grad = mine
 
     # -- values -------------------------------------------------------------------------------------------------------

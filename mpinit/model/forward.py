@@ -247,7 +247,7 @@ def patched_forward(method: Any) -> PatchedForward | None:
 def _refuse_scripting(name: str) -> nn.Module:
     """Refuse torch.jit.script, which calls this as ``__prepare_scriptable__`` first."""
     raise RuntimeError(
-        f"torch.jit.script compiles source, and would leave out the casts around {name}."
+        f"torch.jit.script compiles source, and would omit the casts around {name}."
         "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
         "them, or call mpinit.undo on the model first"
     )

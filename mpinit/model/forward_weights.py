@@ -147,7 +147,7 @@ class _Thread(threading.local):
         self.entered: set[nn.Module] = set()
 
 
-# Reentrant: a signal handler that saves a checkpoint may run while its own thread holds the lock.
+# Reentrant: a signal handler that saves a checkpoint may run while its own thread has the lock.
 _lock: Final = threading.RLock()
 # Notified when a forward has put the parameters back.
 _has_ended: Final = threading.Condition(_lock)
@@ -227,7 +227,7 @@ class ForwardWeights(OfModule):
     def _wait_for_ends(self) -> None:
         """Wait for forwards of other threads that have ended, but have not put the parameters back yet.
 
-        The lock is released while this waits, and held again when it returns.
+        The lock is released while this waits, and acquired again before it returns.
         """
         modules = [module for module in self._modules() if module not in _thread.entered]
 

@@ -68,8 +68,8 @@ class InputWarnings:
             alone = isinstance(value, torch.Tensor)
             entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs, as an argument of its own,"
             warn_user(
-                f"the input {name!r} of {method} {'' if alone else 'holds a tensor that '}loses in its cast to "
-                f"{dtype_name(dtype)} what cannot come back: it {reason}. Give {entry} beside what you keep already, "
+                f"the input {name!r} of {method} {'' if alone else 'contains a tensor that '}loses in its cast to "
+                f"{dtype_name(dtype)} what cannot come back: it {reason}. Add {entry} beside what you keep already, "
                 "which passes it in float32, and cast what forward computes of it to the type of the other inputs"
             )
 

@@ -114,7 +114,7 @@ class KeptState:
             if self._log is not None:
                 self._log(
                     f"{', '.join(names)}: in float32 from this step on, because forward writes to "
-                    f"{', '.join(sorted(place.name for place in places if place.module in inside))}. Give "
+                    f"{', '.join(sorted(place.name for place in places if place.module in inside))}. Add "
                     f"keep_fp32={names} for float32 from the first step on"
                 )
         unkept = [place.name for place in places if place.module not in inside and place.name in written.losing]

@@ -51,14 +51,14 @@ def warn_about_precision_loss(
             if reason is not None:
                 full_name = dotted(module_name, name)
                 found.append(f"{full_name} {reason}")
-                # The module, if it holds nothing that is trained, because its output is 16-bit then.
+                # The module, if nothing in it is trained, because its output is 16-bit then.
                 trains = any(parameter.requires_grad for parameter in module.parameters())
                 is_whole = module_name and not trains and not any(True for _ in module.children())
                 entries.append(module_name if is_whole else full_name)
     if found:
         listed = ", ".join(map(repr, dict.fromkeys(entries)))
         warn_user(
-            f"casts to 16 bits lose what cannot come back: {'; '.join(found)}. To keep them, give "
+            f"casts to 16 bits lose what cannot come back: {'; '.join(found)}. To keep them, add "
             f"keep_fp32=[{listed}] beside what you keep already"
         )
 
@@ -78,7 +78,7 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
         if bool(((values == 0) | (values == largest)).all()) and values.numel() > 1:
             return None
         exact, name = int(2 / torch.finfo(dtype).eps), dtype_name(dtype)
-        return f"holds whole numbers up to {largest:,.0f}, of which {name} has every one only up to {exact:,}"
+        return f"contains whole numbers up to {largest:,.0f}, of which {name} has every one only up to {exact:,}"
     is_monotonic = bool((steps > 0).all()) or bool((steps < 0).all())
     if is_monotonic and values.numel() >= _FEWEST_IN_TABLE and 0 < _LEAST_SPAN * least < largest:
         return f"is a table from {values[0]:.3g} to {values[-1]:.3g}, whose error grows with what it is multiplied by"
@@ -106,7 +106,7 @@ def warn_about_small_eps(index: ModelIndex, keeps: KeepRule) -> None:
     if found:
         listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
         warn_user(
-            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. Give "
+            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. Add "
             'keep_fp32=["@small_eps_norms"] beside what you keep already, or a larger eps'
         )
 
@@ -125,7 +125,7 @@ def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer
         if like and kind[1] and not is_trained[number]:
             warn_user(
                 f"models[{number}], a {kind[0].__name__}, is like models[{like[0]}], but no optimizer trains it. If it "
-                "is a target network that follows the other, its 16-bit weights round small updates away: leave it out "
-                f"of mpinit.initialize (copy.deepcopy(models[{like[0]}]) is float32 after it), or give "
+                "is a target network that follows the other, its 16-bit weights round small updates away: do not pass "
+                f"it to mpinit.initialize (copy.deepcopy(models[{like[0]}]) is float32 after it), or use "
                 'master_weights="model"'
             )

@@ -23,7 +23,7 @@ from ..plan import KeepRule, MasterWeightsMode, Plan
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The tensors and modules of given models that a plan changes, computed once by :func:`select`.
+    """The tensors and modules of models that a plan changes, computed once by :func:`select`.
 
     Attributes:
         kept: the topmost modules that stay float32 -> their dotted names. Their submodules stay float32 too.

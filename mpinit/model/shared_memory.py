@@ -55,12 +55,12 @@ def _is_part(gradient: torch.Tensor) -> bool:
 
 
 _SHARED: Final = (
-    "{0!r} {1}, and its cast would give it memory of its own: what is written to the one would not reach the other any "
-    "more. {2}"
+    "{0!r} {1}, and its cast would allocate memory of its own: what is written to the one would not reach the other "
+    "any more. {2}"
 )
-_TIE: Final = "Make them one parameter, or give each memory of its own, by parameter.data = parameter.data.clone()"
+_TIE: Final = "Make them one parameter, or copy each to memory of its own, by parameter.data = parameter.data.clone()"
 _PART: Final = (
-    "Make views of it after mpinit.initialize, or give it memory of its own before, by "
+    "Make views of it after mpinit.initialize, or copy it to memory of its own before, by "
     "parameter.data = parameter.data.clone()"
 )
 _GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set them to None before"

@@ -210,7 +210,7 @@ class Float32State:
             names, self._rebuilt = self._rebuilt, []
             if names:
                 warn_user(
-                    f"the state loaded holds 16-bit values for "
+                    f"the state loaded has 16-bit values for "
                     f"{counted(len(names), 'weight that has a float32 master', 'weights that have float32 masters')} "
                     f"({', '.join(names[:3])} first): masters were rebuilt from these, without the lower bits. Save "
                     "model.state_dict() of the initialised model, which is float32, to resume exactly"

@@ -162,7 +162,7 @@ def warn_of_writes(names: Iterable[str]) -> None:
     if listed:
         warn_user(
             f"forward writes in place to {', '.join(listed)}, in 16 bits: small changes of a number are rounded away, "
-            f"so that a counter or an average stops moving. Give keep_fp32=[{entries}] beside what you keep, and "
+            f"so that a counter or an average stops moving. Add keep_fp32=[{entries}] beside what you keep, and "
             "cast what forward computes of it to the type of the other numbers"
         )
 

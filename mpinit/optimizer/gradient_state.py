@@ -28,7 +28,7 @@ NESTED_BLOCK: Final = (
 )
 OTHER_SCALER: Final = (
     "the gradients of {} are scaled by the scale of another loss: call unscale_(optimizer) of the GradScaler whose "
-    "scaled loss left them, before anything of this one"
+    "scaled loss they come from, before anything of this one"
 )
 # The name of an error on the page of the table -> its text.
 ERRORS: Final = {

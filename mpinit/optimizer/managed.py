@@ -268,7 +268,7 @@ class ManagedOptimizer:
 
 
 def before_backward(managed: ManagedOptimizer) -> None:
-    """Prepare for the backward pass of a scaled loss; count a step that the loop left out after an overflow."""
+    """Prepare for the backward pass of a scaled loss; count a step that the loop did not call after an overflow."""
     checks, gradients = managed.checks, managed.gradients
     checks.before_backward()
     if checks.awaits_step and gradients.were_dropped():
@@ -354,7 +354,7 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
             return half(inner, *args, **kwargs)
         values = managed.members.values
         if name == _LOAD and values.masters.are_in_model:
-            return inner(*args, **kwargs)  # the groups hold float32 parameters
+            return inner(*args, **kwargs)  # the groups contain float32 parameters
         values.apply_writes()
         with CastsOff(), values.without_moving() if name == _LOAD else nullcontext(), managed.scope.open():
             return inner(*args, **kwargs)

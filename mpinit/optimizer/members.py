@@ -86,12 +86,12 @@ class Members:
     def sync_groups(self) -> None:
         """Read the groups again if they have changed, and make masters of newly trainable weights."""
         if self.table.are_in_model:
-            return  # the groups hold the parameters of a float32_weights block
+            return  # the groups contain the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
             self._read_groups()
 
     def are_as_seen(self) -> bool:
-        """Return whether the groups hold the same parameters as when they were last read."""
+        """Return whether the groups contain the same parameters as when they were last read."""
         groups = self.optimizer.param_groups if self._is_alone else self._groups_of(self.holders())
         if self.generation == 0 or not are_same(groups, self._groups):
             return False
@@ -241,14 +241,14 @@ def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> An
 
 
 def check_steps_its_groups(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps copies of what its groups hold."""
+    """Refuse an optimizer that steps copies of its groups' parameters."""
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise ValueError(
-            "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "
-            "float32 masters where they are. To shard masters and optimizer states over ranks call torch.distributed."
-            "fsdp.fully_shard(model) before the optimizer is made (FSDP2), and give the optimizer inside it, without "
-            'ZeroRedundancyOptimizer; or keep that, over float32 parameters, with master_weights="model" or '
-            "opt_level='O1'"
+            "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would not "
+            "update float32 masters where they are. To shard masters and optimizer states over ranks call "
+            "torch.distributed.fsdp.fully_shard(model) before the optimizer is made (FSDP2), and pass the optimizer "
+            "inside it, without ZeroRedundancyOptimizer; or keep that, over float32 parameters, with "
+            "master_weights=\"model\" or opt_level='O1'"
         )
 
 

@@ -85,8 +85,8 @@ class ManagedOptimizers:
             known = self._managed.get(unwrapped(optimizer, self._managed.__contains__))
         if known is None:
             raise TypeError(
-                f"{type(optimizer).__name__} is no optimizer of {self.initialized.describe()}: give the optimizer that "
-                "mpinit.initialize or mpinit.add_optimizers was given"
+                f"{type(optimizer).__name__} is no optimizer of {self.initialized.describe()}: pass the optimizer that "
+                "mpinit.initialize or mpinit.add_optimizers was called with"
             )
         return known
 
@@ -136,7 +136,7 @@ class ManagedOptimizers:
             managed.gradients.adopt(self._unowned[1])
 
     def patch_steps(self, undos: UndoStack, owner: object) -> None:
-        """Patch optimizers that were left as they are, because their losses are going to be scaled."""
+        """Patch optimizers that were not patched yet, because their losses are going to be scaled."""
         for managed in self:
             if not managed.is_patched:
                 with UndoStack() as patches:
@@ -286,7 +286,7 @@ class StepGuard:
             if is_narrow and (self.masters.of(parameter) is not None or self._is_in_models(parameter)):
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} steps {self.masters.names.of(parameter)!r}, which "
-                    "mpinit.initialize has cast to 16 bit, and would leave its float32 master behind: give the "
+                    "mpinit.initialize has cast to 16 bit, and would not update its float32 master: pass the "
                     "optimizer to mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
                 )
 

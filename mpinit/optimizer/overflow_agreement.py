@@ -133,7 +133,7 @@ class OverflowAgreement:
         zero, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
         # One vector, of which the largest numbers over all ranks are reduced: whether gradients of each optimizer
         # overflowed; for each scaler whether its losses' gradients did, and whether its scale is updated now, not by a
-        # GradScaler; and the numbers that have to be the same, with both signs, which gives the smallest, too.
+        # GradScaler; and the numbers that have to be the same, with both signs, whose maximum is the smallest, too.
         places = [self._place_of(members) for members, _ in judged]
         found = [zero] * self._slots
         for place, found_inf in zip(places, checks, strict=True):

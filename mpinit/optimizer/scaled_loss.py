@@ -224,12 +224,12 @@ def _explain(error: BaseException, loss: Any) -> None:
     if "only for scalar outputs" in str(error) and loss.dim():
         shape = tuple(loss.shape)
         error.add_note(
-            f"mpinit: the loss given to scale_loss has the shape {shape}, one number for each sample or element; give "
+            f"mpinit: the loss passed to scale_loss has the shape {shape}, one number for each sample or element; pass "
             "their mean, mpinit.scale_loss(loss.mean(), optimizer)"
         )
     elif "does not require grad" in str(error) and not loss.requires_grad:
         error.add_note(
-            "mpinit: no gradient leads from the loss given to scale_loss to a parameter: all parameters are frozen "
+            "mpinit: no gradient leads from the loss passed to scale_loss to a parameter: all parameters are frozen "
             "(requires_grad is False), or the loss was computed under torch.no_grad(), or detached"
         )
 
@@ -294,7 +294,7 @@ class Losses:
         if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise ValueError(
                 f"loss_id={loss_id!r}, but this session was initialised with num_losses={len(self.scalers)}: "
-                f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
+                f"loss_id goes from 0 to {len(self.scalers) - 1}; pass initialize a larger num_losses"
             )
         return self.scalers[loss_id]
 

@@ -56,7 +56,7 @@ class Part:
             theirs = grads_of(self.weights)
             widened = self.masters.widened(theirs)
             set_grads(self.inner, widened)
-            # Last: after an interruption before, masters without gradients would look as if they had been cleared.
+            # Last: after an interruption before, masters without gradients would appear to have been cleared.
             self.set_to = widened
             if not are_same(widened, theirs):
                 pairs = zip(widened, theirs, strict=True)

@@ -181,7 +181,7 @@ class Skips:
         at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
-            "lowering the loss scale does not help, so the forward or the loss itself gives inf or nan. "
+            "lowering the loss scale does not help, so the forward or the loss itself is inf or nan. "
             f"{record.advice}; max_consecutive_skips moves the limit"
         )
 
@@ -201,7 +201,7 @@ class Skips:
         if names:
             warn_user(
                 f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
-                "not in the float32 masters: from here on the model holds that largest instead. Use bfloat16 "
-                f"(opt_level='O5'), or give keep_fp32=[{', '.join(map(repr, names))}]"
+                "not in the float32 masters: from here on the model has that largest instead. Use bfloat16 "
+                f"(opt_level='O5'), or add keep_fp32=[{', '.join(map(repr, names))}]"
             )
         return bool(names)

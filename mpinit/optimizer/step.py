@@ -200,7 +200,7 @@ class GradientChecks:
             agree_on([self])
 
     def agree_without_step(self) -> bool:
-        """Decide with all ranks on gradients whose step this rank has left out; the other ranks decide in their step.
+        """Decide with all ranks on gradients whose step this rank has not called; the other ranks decide in their step.
 
         Returns:
             Whether they overflowed; reading that is a device sync.
@@ -286,7 +286,7 @@ class GradientChecks:
                 f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled, and "
                 "small ones may have become 0 in 16 bit. Use "
                 "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`; where a "
-                "torch.amp.GradScaler scales them, give mpinit.initialize loss_scale=1.0"
+                "torch.amp.GradScaler scales them, pass mpinit.initialize loss_scale=1.0"
             )
 
     def warn_no_gradient(self) -> None:
@@ -363,7 +363,7 @@ def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool
 def agree_beside(own: Sequence[GradientChecks]) -> None:
     """Decide on gradients of other optimizers whose step was not called yet, if ranks agree in their steps.
 
-    This rank may have left out a step in which the other ranks wait.
+    This rank may have omitted a step in which the other ranks wait.
     """
     if own and own[0].ranks.overflow.agrees_in_steps:
         others = [each for each in own[0]._all if each.awaits_step and each not in own]

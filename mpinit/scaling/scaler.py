@@ -185,7 +185,7 @@ class LossScaler:
         scale = min(max(saved, rule.min_scale), rule.max_scale) if rule.dynamic else rule.init_scale
         if scale != saved:
             kind = "dynamic within its limits" if rule.dynamic else "static"
-            log.info("the saved loss scale %s is not taken over: here it is %s, and is %s now", saved, kind, scale)
+            log.info("the saved loss scale %s is not used: here it is %s, and is %s now", saved, kind, scale)
         follows = rule.dynamic and scale == saved
         self.set_scale(scale)
         self.unskipped = int(state["unskipped"]) if follows else 0
@@ -204,7 +204,7 @@ def check_state(state: Any) -> list[str]:
     if faults:
         return faults
     if not _is_scale(state["loss_scale"]):
-        allowed = "a finite number above 0 that float32 holds with its reciprocal"
+        allowed = "a finite number above 0 whose reciprocal is a float32 number, too"
         faults.append(f"has loss_scale={state['loss_scale']!r}, not {allowed}")
     if not isinstance(state.get("scales", True), bool):
         faults.append(f"has scales={state['scales']!r}, not True or False")

@@ -165,7 +165,7 @@ class Properties(BaseModel):
     def _functions_run_in_16_bit(cls, value: torch.dtype | None) -> torch.dtype:
         if value is None or not is_lower_precision(value):
             raise ValueError(
-                f"patch_torch_functions_type={value} is not a 16-bit type; give float16 or bfloat16, "
+                f"patch_torch_functions_type={value} is not a 16-bit type; use float16 or bfloat16, "
                 "or patch_torch_functions=False to run everything in float32"
             )
         return value
@@ -192,7 +192,7 @@ def _check(props: Properties) -> None:
             f"cast_model_type={cast} contradicts patch_torch_functions=True (O1): patched functions cast float32 "
             "weights as they use them, so the weights must stay float32. For 16-bit weights use opt_level='O2' or "
             "'O3' without patch_torch_functions; for 16-bit functions use opt_level='O1' without cast_model_type and "
-            f"give patch_torch_functions_type={cast}"
+            f"set patch_torch_functions_type={cast}"
         )
     if props.patch_torch_functions and props.master_weights:
         raise ValueError(
@@ -203,23 +203,23 @@ def _check(props: Properties) -> None:
     if props.master_weights == "split" and props.cast_model_type is not torch.bfloat16:
         raise ValueError(
             f'master_weights="split" contradicts cast_model_type={props.cast_model_type}: only a bfloat16 weight is '
-            "the upper half of its float32 master, so only there does a 16-bit remainder complete it. Give "
+            "the upper half of its float32 master, so only there does a 16-bit remainder complete it. Use "
             "cast_model_type=torch.bfloat16 (or opt_level='O5'), or master_weights=True for full float32 masters"
         )
     if props.master_weights == "model" and (cast is None or not is_lower_precision(cast)):
         raise ValueError(
             f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
-            "to a 16-bit type, and none is given. Use opt_level='O2' or 'O5', or give cast_model_type=torch.bfloat16"
+            "to a 16-bit type, and none is set. Use opt_level='O2' or 'O5', or set cast_model_type=torch.bfloat16"
         )
     if props.grad_dtype not in (None, torch.float32):
         raise ValueError(
-            f"grad_dtype={props.grad_dtype} is not float32: where none is given, gradients are float32 with full "
+            f"grad_dtype={props.grad_dtype} is not float32: by default gradients are float32 with full "
             "masters, and bfloat16 with split ones until a second backward pass is added to the first"
         )
     if props.grad_dtype is not None and cast is not None and is_lower_precision(cast) and not props.master_weights:
         raise ValueError(
             f"grad_dtype={props.grad_dtype} contradicts master_weights={props.master_weights}: without float32 masters "
-            f"a step updates {dtype_name(cast)} weights by gradients of their own type. Give master_weights=True, or "
+            f"a step updates {dtype_name(cast)} weights by gradients of their own type. Use master_weights=True, or "
             '"split" in bfloat16'
         )
     if (
@@ -231,11 +231,11 @@ def _check(props: Properties) -> None:
         raise ValueError(
             f'optimizer_state="{props.optimizer_state}" contradicts master_weights={props.master_weights}: without '
             f"float32 masters an optimizer's state has the weights' dtype, {dtype_name(cast)}, and only float32 state "
-            'is encoded. Give master_weights=True, or "split" in bfloat16, or leave optimizer_state out'
+            'is encoded. Use master_weights=True, or "split" in bfloat16, or omit optimizer_state'
         )
     if props.reduce_dtype not in (None, torch.float32):
         raise ValueError(
-            f"reduce_dtype={props.reduce_dtype} is not float32: where none is given, gradients are reduced in their "
+            f"reduce_dtype={props.reduce_dtype} is not float32: by default gradients are reduced in their "
             "own type. To send 32-bit gradients in 16, register torch's own fp16_compress_hook or bf16_compress_hook"
         )
     if low is not None and low > high:
@@ -271,7 +271,7 @@ def _describe(item: Any, sources: Mapping[str, str]) -> str:
     name = ".".join(str(part) for part in item["loc"][:1])
     if item["type"] != "value_error":
         # pydantic's texts name the allowed values only; add the value that was passed.
-        text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
+        text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was passed"
     text = text.removeprefix("Value error, ")
     # A contradiction concerns two properties, which its text names.
     concerned = [source for own, source in sources.items() if own == name or (not name and f"{own}=" in text)]

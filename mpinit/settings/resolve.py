@@ -118,7 +118,7 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
             if name in _OF_OTHERS:
-                raise ValueError(f"{where} has no property {name!r}; give {_OF_OTHERS[name]}")
+                raise ValueError(f"{where} has no property {name!r}; use {_OF_OTHERS[name]}")
             near = difflib.get_close_matches(str(name), others + allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(others + allowed)}"
             raise ValueError(f"{where} has no property {name!r}{hint}")
@@ -146,7 +146,7 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         return tomllib.loads(text)
     except OSError as error:
-        reason = f"config file cannot be read: {error.strerror}; give a TOML file's path or a mapping"
+        reason = f"config file cannot be read: {error.strerror}; use a TOML file's path or a mapping"
         raise OSError(error.errno, reason, str(path)) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text ({error}); save it as UTF-8") from None

@@ -47,7 +47,7 @@ def parse_bool(value: Any) -> bool:
         return _BOOLEANS[value.strip().lower()]
     if isinstance(value, bool):
         return value
-    raise ValueError(f"{value!r} is not a boolean; give True or False (the strings 'True' and 'False' work too)")
+    raise ValueError(f"{value!r} is not a boolean; use True or False (the strings 'True' and 'False' work too)")
 
 
 def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
@@ -59,9 +59,9 @@ def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COU
     except (TypeError, ValueError, OverflowError, RuntimeError):
         exact = False
     if not exact:
-        raise ValueError(f"{value!r} is not a whole number; give one such as {max(smallest, 1)}")
+        raise ValueError(f"{value!r} is not a whole number; use one such as {max(smallest, 1)}")
     if not smallest <= number <= largest:
-        raise ValueError(f"{value!r} is out of range; give a whole number between {smallest} and {largest}")
+        raise ValueError(f"{value!r} is out of range; use a whole number between {smallest} and {largest}")
     return number
 
 
@@ -84,7 +84,7 @@ def parse_master_weights(value: Any) -> Any:
     try:
         return optional(parse_bool)(value)
     except ValueError as error:
-        raise ValueError(f'{value!r} is not a kind of master weights; give True, False, "split" or "model"') from error
+        raise ValueError(f'{value!r} is not a kind of master weights; use True, False, "split" or "model"') from error
 
 
 def parse_optimizer_state(value: Any) -> str:
@@ -94,7 +94,7 @@ def parse_optimizer_state(value: Any) -> str:
         name = name or dtype_name(parse_dtype(value))
     if name is None or name not in OPTIMIZER_STATES:
         raise ValueError(
-            f"{value!r} is not an encoding of an optimizer's state; give {', '.join(map(repr, OPTIMIZER_STATES[:-1]))} "
+            f"{value!r} is not an encoding of an optimizer's state; use {', '.join(map(repr, OPTIMIZER_STATES[:-1]))} "
             f"or {OPTIMIZER_STATES[-1]!r}"
         )
     return name
@@ -109,7 +109,7 @@ def parse_loss_scale(value: Any) -> Any:
             raise ValueError
         scale = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise ValueError(f'{value!r} is not a loss scale; give "dynamic" or a number above 0, such as 128.0') from None
+        raise ValueError(f'{value!r} is not a loss scale; use "dynamic" or a number above 0, such as 128.0') from None
     return check_scale(scale)
 
 
@@ -117,10 +117,10 @@ def check_scale(scale: float) -> float:
     """Return ``scale``, or raise a ValueError where scaling by it could not be undone in float32."""
     if not math.isfinite(scale) or scale <= 0:
         fault = "is not above 0" if scale <= 0 else "is not finite"
-        raise ValueError(f'a loss scale of {scale} {fault}; give "dynamic" or a finite number above 0, such as 128.0')
+        raise ValueError(f'a loss scale of {scale} {fault}; use "dynamic" or a finite number above 0, such as 128.0')
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ValueError(
-            f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "
+            f"a loss scale of {scale} or its reciprocal is out of float32's range; use a number between 2**-126 "
             "and 2**126"
         )
     return scale
@@ -129,9 +129,9 @@ def check_scale(scale: float) -> float:
 def parse_scale(value: Any) -> Any:
     """Parse a number above 0."""
     if is_nothing(value):
-        raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
+        raise ValueError(f"{value!r} is not a number; use one above 0, or omit it for the default")
     if isinstance(value, str) and value == "dynamic":
-        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
+        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", use a number above 0 here')
     return parse_loss_scale(value)
 
 
@@ -153,14 +153,14 @@ def parse_keep_fp32(value: Any) -> Any:
         # pydantic's union would accept these as predicates, because any class and any module can be called.
         if isinstance(entry, torch.nn.Module):
             raise ValueError(
-                f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', "
+                f"a module itself ({type(entry).__name__}) cannot be an entry; use its dotted name, such as 'head', "
                 "its type, or a predicate (name, module) -> bool"
             )
         is_right = issubclass(entry, torch.nn.Module) if isinstance(entry, type) else callable(entry)
         if not (is_right or isinstance(entry, str)):
             raise ValueError(
                 f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
-                "predicate (name, module) -> bool; give one of these, or a list of them"
+                "predicate (name, module) -> bool; use one of these, or a list of them"
             )
     return entries
 
@@ -172,7 +172,7 @@ def parse_keep_inputs(value: Any) -> Any:
         if not (isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module)))):
             raise ValueError(
                 f"{entry!r} is neither the name of an argument of forward, such as 'targets', nor a predicate "
-                "(name, value) -> bool; give one of these, or a list of them"
+                "(name, value) -> bool; use one of these, or a list of them"
             )
     return entries
 
@@ -183,7 +183,7 @@ def parse_entry_points(value: Any) -> Any:
     for entry in entries:
         if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):
             raise ValueError(
-                f"{entry!r} is not the name of a method; give names such as 'forward_features', or "
+                f"{entry!r} is not the name of a method; use names such as 'forward_features', or "
                 "'backbone.forward_features' for a module inside, or a list of them"
             )
     return entries

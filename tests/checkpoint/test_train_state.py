@@ -247,7 +247,7 @@ def changed(state: dict[str, Any], *path: Any, to: Any = None) -> dict[str, Any]
 OF_WEIGHT = ("optim", "state", "0.weight")
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a state is a mapping such as TrainState.state_dict": lambda state: [state],
-    r"this one has 'app': give the part that TrainState\.state_dict": lambda state: {"app": state},
+    r"this one has 'app': pass the part that TrainState\.state_dict": lambda state: {"app": state},
     "there is no 'optim'": lambda state: changed(state, "optim"),
     r"the model's state lacks '3\.bias'": lambda state: changed(state, "model", "3.bias"),
     "the model has no 'stranger'": lambda state: changed(state, "model", "stranger", to=torch.ones(3)),

@@ -157,10 +157,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "an input": (["explain", "cli_models:classifier", "--input", "3xa"], "--input '3xa' is no input"),
     "a property and no list": (["levels", "O2", "--set", "los_scale=1"], "did you mean 'loss_scale'?\n"),
     "no config": (["levels", "--config", "no_such.toml"], "--config 'no_such.toml' cannot be read: No such file"),
-    "no input": (["explain", "cli_models:embedding"], "requires 'input': give --input once for each input"),
+    "no input": (["explain", "cli_models:embedding"], "requires 'input': add --input once for each input"),
     "an input of the wrong type": (
         ["explain", "cli_models:embedding", "--input", "3x4"],
-        "the model ran on float32 2x3x4: give --input once for each input",
+        "the model ran on float32 2x3x4: add --input once for each input",
     ),
     "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
     "an optimizer": (["audit", MODEL[0], "--optimizer", "adamx"], "'adamx' is no optimizer of torch.optim"),
@@ -353,8 +353,8 @@ def test_convert_refuses_missing_inputs_and_existing_outputs(
     lost.symlink_to(tmp_path / "nowhere")
     wrong = [
         ([str(good), str(good)], "is the file to read"),
-        ([str(good), str(other)], "is there already; give another name, or --force"),
-        ([str(good), str(lost)], "is there already; give another name, or --force"),
+        ([str(good), str(other)], "exists already; use another name, or --force"),
+        ([str(good), str(lost)], "exists already; use another name, or --force"),
         ([str(text), out], "text.pt is no checkpoint"),
         ([str(other_format), out], "other.gif is no checkpoint"),
         ([str(empty), out], "empty.pt is no checkpoint"),
@@ -374,7 +374,7 @@ def test_convert_refuses_missing_inputs_and_existing_outputs(
 @pytest.mark.parametrize(
     ("checkpoint", "words"),
     [
-        ([1], "the file holds list"),
+        ([1], "the file contains list"),
         ({"epoch": 1}, "found no loss scale, model or optimizer"),
         ({"amp": {"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}}}, "'amp': loss_scaler0 has loss_scale=-1.0"),
     ],

@@ -88,7 +88,7 @@ def test_sgd(nesterov: bool) -> None:
 
 
 def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
-    with pytest.raises(RuntimeError, match="wd_after_momentum=True: leave it out"):
+    with pytest.raises(RuntimeError, match="wd_after_momentum=True: omit it"):
         FusedSGD(weights(), lr=0.1, wd_after_momentum=True)
 
 

@@ -1,6 +1,7 @@
 """The rules for words hold in mpinit/ and docs/: openings of docstrings, long sentences and banned verbs."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ from words import (
     findings_in_markdown,
     findings_in_python,
     opening_of,
+    verbs_in,
 )
 
 import mpinit
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+from messages import collect
 
 # Names of other libraries that a file has to define as they are.
 ALLOWED: frozenset[str] = frozenset()
@@ -47,6 +53,12 @@ def test_words_of_the_pages() -> None:
 
 def test_words_of_the_benchmarks() -> None:
     found = [f"{kind}: {finding}" for kind, finding in findings_below([ROOT / "benchmarks"], ALLOWED)]
+    assert not found, "\n".join(found)
+
+
+def test_words_of_the_messages() -> None:
+    """Check every error, warning and note of the package, apart from what it quotes, for the banned verbs."""
+    found = [f"{message.module}: {verbs}: {message.text}" for message in collect() if (verbs := verbs_in(message.text))]
     assert not found, "\n".join(found)
 
 
@@ -96,6 +108,11 @@ def test_banned_verbs_are_words_not_letters() -> None:
     names = {"takeoff": "", "leaves": "", "lookup": "", "outcome": "", "take_over": "take", "came_in": "come in"}
     names |= {"comes": "", "InterruptsHeld": "hold", "threshold": "", "standard": "", "essay": "", "_given": "give"}
     assert {name: banned_verb_in(name) for name in names} == names
+
+
+def test_verbs_in_messages() -> None:
+    texts = {"Give it 'take'": ["give"], "it came in 16-bit; hold `given`": ["come in", "hold"], "a notebook": []}
+    assert {text: verbs_in(text) for text in texts} == texts
 
 
 def names_below_the_public_face(tree: ast.AST) -> list[str]:

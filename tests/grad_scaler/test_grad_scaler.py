@@ -256,7 +256,7 @@ def test_scalers_of_two_losses() -> None:
         (("cuda",), {}, r"GradScaler\('cuda'\): .*initialize\(model, optimizer\), and .*GradScaler\(optimizer\)"),
         ((), {"init_scale": 1024.0, "device": "cuda"}, r"initialize\(model, optimizer, init_loss_scale=1024.0\), and"),
         ((), {"growth_interval": 100}, r"initialize\(model, optimizer, growth_interval=100\)"),
-        ((), {}, r"takes the optimizer that was initialised"),
+        ((), {}, r"needs the optimizer that was initialised"),
         ((), {"scale": 2.0}, "has no argument 'scale'; it has owners, loss_id and enabled"),
     ],
 )

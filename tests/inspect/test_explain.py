@@ -106,7 +106,7 @@ def test_why_under_the_cast_policy() -> None:
     assert why["layer", "addmm"][0].why == "policy: addmm runs in float16"
     assert why["layer", "_to_copy"][0].why == "policy: argument of linear cast, float32 to float16"
     assert why["norm", "native_layer_norm"][0].why == "policy: layer_norm runs in float32"
-    assert why["", "add"][0].why == "promotion: float16 with float32 gives float32"
+    assert why["", "add"][0].why == "promotion: float16 with float32 returns float32"
     (softmax,) = why["", "_softmax"]
     assert softmax.flagged, "casts were switched off there"
     assert [row.op for row in report.flagged] == ["_softmax"]
@@ -126,7 +126,7 @@ def test_why_with_16_bit_weights(level: str, lower: str) -> None:
     assert why["features.2", "relu"][0].why == f"input type: {lower}"
     norm = why["features.1", "native_batch_norm"][0].why
     assert norm == (
-        f"weight type: weights are {lower}" if level == "O3" else f"weight type: module kept in float32 takes {lower}"
+        f"weight type: weights are {lower}" if level == "O3" else f"weight type: module kept in float32 has {lower}"
     )
     ends = [row.why for row in why["", "_to_copy"]]
     assert ends == [

@@ -266,8 +266,8 @@ def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "bf16": ({"bf16": True}, {}, r"trainer\.args\.bf16 is set, .* give bf16=False \(in TRL's configurations"),
-    "eval": ({"bf16_full_eval": True}, {}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
+    "bf16": ({"bf16": True}, {}, r"trainer\.args\.bf16 is set, .* pass bf16=False \(in TRL's configurations"),
+    "eval": ({"bf16_full_eval": True}, {}, r"trainer\.args\.bf16_full_eval is set, .* omit it"),
 }
 
 

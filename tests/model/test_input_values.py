@@ -185,7 +185,7 @@ def test_inputs_are_read_in_few_forwards(forward: int) -> None:
 def test_a_tensor_in_a_container_is_named_by_its_argument() -> None:
     model = quietly(Parts(lambda self, batch: self.linear(batch["x"]), linear=nn.Linear(2, 2)))
     model.forward.__self__.names = None
-    with pytest.warns(UserWarning, match=r"holds a tensor.*as an argument of its own"):
+    with pytest.warns(UserWarning, match=r"contains a tensor.*as an argument of its own"):
         model({"x": torch.ones(1, 2), "masses": torch.tensor([1.67e-27, 9.1e-31])})
 
 

@@ -275,10 +275,10 @@ NET = net()
     ("models", "optimizers", "said"),
     [
         (sgd(NET), NET, "models must be a torch.nn.Module, or a list or tuple of them; got SGD. .* swapped"),
-        (NET.parameters(), None, r"got generator, as model.parameters\(\) .*give the model itself"),
-        (NET, NET.parameters(), "got generator, .*give the optimizer that was made from the parameters"),
-        (NET, list(NET.parameters()), "got Parameter, .*give the optimizer"),
-        (NET.state_dict(), None, r"got OrderedDict, as state_dict\(\) returns: give the object"),
+        (NET.parameters(), None, r"got generator, as model.parameters\(\) .*pass the model itself"),
+        (NET, NET.parameters(), "got generator, .*pass the optimizer that was made from the parameters"),
+        (NET, list(NET.parameters()), "got Parameter, .*pass the optimizer"),
+        (NET.state_dict(), None, r"got OrderedDict, as state_dict\(\) returns: pass the object"),
         (nn.Linear, None, "got the class Linear, not an object of it"),
         (3, 4, "models must be a torch.nn.Module, .*got int$"),
         ([NET, None], None, "got NoneType$"),
@@ -293,7 +293,7 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
     mpinit.initialize(*pair_messages)
     with pytest.raises(TypeError, match=r"got Tensor\. The loss comes first .* swapped"):
         mpinit.scale_loss(pair_messages[1], torch.ones(()))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Sequential is no optimizer of session \d+ .*: give the optimizer"):
+    with pytest.raises(TypeError, match=r"Sequential is no optimizer of session \d+ .*: pass the optimizer"):
         next(mpinit.master_params(pair_messages[0]))  # type: ignore[arg-type]
 
 
@@ -302,12 +302,12 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
     [
         ({"opt_levle": "O2"}, r"^initialize\(\) has no property 'opt_levle'; did you mean 'opt_level'\?$"),
         ({"zzz": 1}, "no property 'zzz'. There are: models, optimizers, opt_level, .*loss_scale"),
-        ({"dtype": torch.bfloat16}, "no property 'dtype'; give cast_model_type, or opt_level='O5'"),
-        ({"torch_dtype": "auto"}, "no property 'torch_dtype'; give cast_model_type"),
-        ({"mixed_precision": "bf16"}, "no property 'mixed_precision'; give cast_model_type"),
-        ({"bf16": True}, "no property 'bf16'; give opt_level='O5'$"),
-        ({"scale_window": 1000}, "no property 'scale_window'; give growth_interval$"),
-        ({"loss_scale": -1}, 'loss_scale: a loss scale of -1.0 is not above 0; give "dynamic"'),
+        ({"dtype": torch.bfloat16}, "no property 'dtype'; use cast_model_type, or opt_level='O5'"),
+        ({"torch_dtype": "auto"}, "no property 'torch_dtype'; use cast_model_type"),
+        ({"mixed_precision": "bf16"}, "no property 'mixed_precision'; use cast_model_type"),
+        ({"bf16": True}, "no property 'bf16'; use opt_level='O5'$"),
+        ({"scale_window": 1000}, "no property 'scale_window'; use growth_interval$"),
+        ({"loss_scale": -1}, 'loss_scale: a loss scale of -1.0 is not above 0; use "dynamic"'),
         ({"loss_scale": "nan"}, "loss scale of nan is not finite"),
         ({"opt_level": "O2", "keep_fp32": "hedd"}, "'hedd' matches no module; there are '0', '1'"),
         ({"opt_level": "O2", "keep_fp32": "10"}, "'10' matches no module; near it are '1', '0'"),

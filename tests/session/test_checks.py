@@ -128,7 +128,7 @@ def test_sessions_that_share_a_module_are_refused_where_one_of_them_casts_it(one
         quietly(second, other)
     assert registry.of(second) is None and "forward" not in vars(second)
     assert equal_tensors(before, second.state_dict())
-    with refused("the Linear given"):
+    with refused("the Linear passed"):
         quietly(shared, other)
     mpinit.undo(first)
     quietly(second, other)
@@ -138,7 +138,7 @@ def test_a_shared_parameter_in_modules_of_their_own() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     quietly(first)
-    with refused("the Linear given"):
+    with refused("the Linear passed"):
         quietly(second)
 
 

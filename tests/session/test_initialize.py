@@ -55,7 +55,7 @@ def test_16_bit_weights_are_accepted_with_a_log_line(
     optimizer = sgd(model)
     with caplog.at_level(logging.INFO, "mpinit"):
         mpinit.initialize(model, optimizer, level)
-    about = [record.getMessage() for record in caplog.records if "came in 16-bit" in record.getMessage()]
+    about = [record.getMessage() for record in caplog.records if "had a 16-bit dtype already" in record.getMessage()]
     assert len(about) == 1 and "features.0.weight" in about[0]
     state = model.state_dict()
     if level in ("O0", "O2", "O5"):

@@ -296,7 +296,7 @@ def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
 def test_an_optimizer_twice() -> None:
     model = waiting("O5")
     optimizer = momentum(model.parameters())
-    with pytest.raises(ValueError, match="holds the same SGD twice"):
+    with pytest.raises(ValueError, match="contains the same SGD twice"):
         mpinit.add_optimizers([optimizer, optimizer])
     mpinit.add_optimizers(optimizer)
     with pytest.raises(ValueError, match="SGD was initialised already"):

@@ -41,9 +41,9 @@ def test_backward_without_with_is_answered_with_the_with(level: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda loss: loss.item(), r"must be a tensor, not float: give the loss itself, without .item\(\)"),
-        (lambda loss: loss.detach().numpy(), "must be a tensor, not ndarray: give the loss itself"),
-        (lambda loss: type("Output", (), {"loss": loss})(), "not Output: give the loss of this output, as output.loss"),
+        (lambda loss: loss.item(), r"must be a tensor, not float: pass the loss itself, without .item\(\)"),
+        (lambda loss: loss.detach().numpy(), "must be a tensor, not ndarray: pass the loss itself"),
+        (lambda loss: type("Output", (), {"loss": loss})(), "not Output: pass the loss of this output, output.loss"),
         (lambda loss: {"nll": loss}, "must be a tensor, not dict$"),
     ],
 )

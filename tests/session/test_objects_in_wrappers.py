@@ -103,7 +103,7 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
     model = loops.mlp()
     base = loops.plain_sgd(model.parameters())
     outer: Any = ScheduleFree(base)
-    with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* give the SGD inside of it"):
+    with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* pass the SGD inside of it"):
         mpinit.initialize(model, outer, "O5")
     mpinit.initialize(model, base, "O5", verbosity=0)
     loops.backward(loops.mse(model, loops.batches(1)[0]), outer)

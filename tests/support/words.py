@@ -59,6 +59,13 @@ def banned_verb_in(name: str) -> str:
     return next((BANNED[word] for word in words if word in BANNED), "")
 
 
+def verbs_in(text: str) -> list[str]:
+    """List the banned verbs of a message, without what it quotes; "forget" and "left" are words of their own there."""
+    plain = re.sub(r"`[^`]*`|\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)", "quoted", text)
+    found = [BANNED[word] for word in re.findall(r"[a-z_]+", plain.lower()) if word in BANNED]
+    return sorted({*found, *(["come in"] if re.search(r"\b(?:come|comes|came|coming) in\b", plain) else [])})
+
+
 def names_defined_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield every name that a file defines: classes, functions, arguments, variables, attributes and slots."""
     for node in ast.walk(tree):

@@ -56,7 +56,7 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
-    """Return the functions of ``one_pass.cpp`` where they can read these numbers and give the codec's own bits."""
+    """Return the functions of ``one_pass.cpp`` where they can read these numbers and return the codec's own bits."""
     if type(values) is not torch.Tensor or not reads_without_sync(values.device):
         return None
     code = native()

@@ -57,7 +57,7 @@ class EncodedState(torch.Tensor):
         if values.shape != self.shape or values.device != self.device:
             raise ValueError(
                 f"data of an encoded state of shape {tuple(self.shape)} on {self.device} was set to a tensor of shape "
-                f"{tuple(values.shape)} on {values.device}, which its codes cannot hold: put that in the state instead "
+                f"{tuple(values.shape)} on {values.device}, which its codes do not fit: put that in the state instead "
                 "(optimizer.state[weight]['exp_avg'] = values)"
             )
         self.write(with_numbers(values))
@@ -159,7 +159,7 @@ class _PartOfCopy(torch.Tensor):
         if any(isinstance(leaf, _PartOfCopy) for leaf in _written_to(func, *arguments)):
             raise RuntimeError(
                 "a part of a copy of an encoded state of an optimizer was written to, which would change nothing: "
-                "take the whole (values = state['exp_avg'] + 0), change it, and copy it back "
+                "copy the whole (values = state['exp_avg'] + 0), change it, and copy it back "
                 "(state['exp_avg'].copy_(values))"
             )
         plain_args, plain_kwargs = tree_map_only(_PartOfCopy, lambda part: part.numbers, arguments)

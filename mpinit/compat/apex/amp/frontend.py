@@ -61,8 +61,8 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
     if not isinstance(opt_level, str) or opt_level not in opt_levels:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. Note that "
-            "the prefix O is the letter O, not the number zero"
+            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. "
+            "The prefix O is the letter O, not the number zero"
         )
     level: Any = opt_level  # one of them
     _end_earlier_sessions(_as_list(models), _as_list(optimizers))
@@ -169,7 +169,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         mp.load_state_dict(in_use | dict(zip(in_use, saved, strict=False)), owner)
     except ValueError as error:
         raise RuntimeError(
-            f"Error(s) in loading state_dict: {error}. Give load_state_dict what amp.state_dict() returned"
+            f"Error(s) in loading state_dict: {error}. Pass load_state_dict what amp.state_dict() returned"
         ) from None
 
 

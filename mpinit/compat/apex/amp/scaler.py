@@ -21,7 +21,7 @@ class LossScaler:
     def __init__(self, core: _core.Scaler) -> None:
         if not isinstance(core, _core.Scaler):
             raise TypeError(
-                f"LossScaler({core!r}): amp.initialize makes amp's loss scalers; for a loop by hand take "
+                f"LossScaler({core!r}): amp.initialize makes amp's loss scalers; for a loop by hand use "
                 "torch.amp.GradScaler"
             )
         self.core = core

@@ -38,7 +38,7 @@ class FusedSGD(OverTorch, torch.optim.SGD):
     ) -> None:
         if wd_after_momentum:
             raise RuntimeError(
-                "FusedSGD does not support wd_after_momentum=True: leave it out, so that the weight decay is added to "
+                "FusedSGD does not support wd_after_momentum=True: omit it, so that the weight decay is added to "
                 "the gradient, or install NVIDIA apex for it"
             )
         groups = as_groups(params)

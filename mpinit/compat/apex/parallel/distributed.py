@@ -49,11 +49,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         unknown = [name for name in ignored if name not in self._IGNORED]
         if unknown:
-            raise TypeError(f"DistributedDataParallel takes no {unknown[0]!r}; it ignores {', '.join(self._IGNORED)}")
+            raise TypeError(
+                f"DistributedDataParallel has no argument {unknown[0]!r}; it ignores {', '.join(self._IGNORED)}"
+            )
         _log_ignored_once(tuple(name for name, value in ignored.items() if value not in (None, False, 1)))
         if not gradient_average:
             raise ValueError(
-                "gradient_average=False: torch's DistributedDataParallel averages gradients over processes; leave it "
+                "gradient_average=False: torch's DistributedDataParallel averages gradients over processes; omit it "
                 "out, and multiply the loss by torch.distributed.get_world_size() for their sum"
             )
         element = max((p.element_size() for p in module.parameters()), default=4)
@@ -77,6 +79,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 def _log_ignored_once(names: tuple[str, ...]) -> None:
     if names:
         log.info(
-            "DistributedDataParallel: %s given for apex's engine; torch's has no use for it and goes without",
+            "DistributedDataParallel: %s is for apex's engine, and torch's ignores it",
             ", ".join(names),
         )
