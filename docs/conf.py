@@ -33,6 +33,7 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_logo = html_favicon = "_static/logo.svg"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 napoleon_google_docstring = True
@@ -55,7 +56,7 @@ def _inventories() -> dict[str, tuple[str, None]]:
 
 
 intersphinx_mapping = _inventories()
-# Their plugs are documented without them.
+# Their integrations are documented without them.
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_member_order = "bysource"
 autoclass_content = "class"
