@@ -1,11 +1,13 @@
 """The blocks of docs/how-to/recipes.md with the real libraries, beside the same loops written by hand."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from frameworks import needs
+from forked_runs import run_code
+from frameworks import is_installed, needs
 from loops import iterate, same
 from models import sgd
 from recipe_names import names_of
@@ -36,7 +38,7 @@ def run(library: str, folder: Path) -> dict[str, Any]:
 
 
 def test_every_block_has_a_library() -> None:
-    assert len(RECIPES) == blocks(PAGE) == 10
+    assert len(RECIPES) == blocks(PAGE) == 12
 
 
 @pytest.mark.parametrize("library", CLASSIFIERS)
@@ -114,6 +116,106 @@ def test_peft_trains_adapters_over_a_16_bit_model(tmp_path: Path) -> None:
     # Begun as zeros, and moved by some 1e-3 a step of AdamW.
     moved = [values[name].abs().max() for name in adapters if "lora_B" in name]
     assert all(1e-3 < move < 5e-3 for move in moved) and values[next(iter(adapters))].dtype is torch.float32
+
+
+IN_A_PROCESS = """
+import functools, operator, sys, warnings
+sys.path[:0] = PATHS
+warnings.simplefilter("ignore")
+from pathlib import Path
+import frameworks
+frameworks.let_torchvision_load()
+import torch, mpinit
+from recipe_names import names_of
+from snippets import ROOT, snippets
+
+library, folder = LIBRARY, Path(FOLDER)
+recipe = next(each for each in snippets(ROOT / "docs" / "how-to" / "recipes.md") if each.mark == library)
+warnings.filterwarnings("error", module="mpinit")
+
+
+def run(**more):
+    names = {"torch": torch, "mpinit": mpinit, **names_of(library, folder), **more}
+    recipe.run(names)
+    return names
+
+
+"""
+
+
+def run_in_a_process(library: str, folder: Path, program: str) -> None:
+    """Run a block whose library changes its process, such as ``torch.save`` or the threads of torch."""
+    needed = {"PATHS": sys.path, "LIBRARY": library, "FOLDER": str(folder)}
+    assert is_installed(library)
+    done = run_code("\n".join(f"{name} = {value!r}" for name, value in needed.items()) + IN_A_PROCESS + program)
+    assert done.stdout.strip().splitlines()[-1:] == ["done"], done.stderr
+
+
+RAY = """
+from loops import iterate
+names = run(number=NUMBER)
+found = {key.removeprefix("module."): value for key, value in torch.load(folder / "model.pt").items()}
+model = names["make_model"]()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+for x, y in names["batches"]:
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    iterate(loss, optimizer)
+expected = model.state_dict()
+assert mpinit.step_counts(optimizer) == (4, 0)
+assert found.keys() == expected.keys()
+for key, value in expected.items():
+    # Two workers reduce their equal gradients in float16.
+    torch.testing.assert_close(found[key], value, atol=0 if NUMBER == 0 else 1e-4, rtol=0)
+assert abs(names["result"].metrics["loss"] - loss.item()) < 1e-4
+print("done")
+"""
+
+
+@pytest.mark.skipif(not is_installed("ray"), reason="ray is not installed")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+def test_workers_of_ray_have_the_numbers_of_a_loop_by_hand(workers: int, tmp_path: Path) -> None:
+    run_in_a_process("ray", tmp_path, f"NUMBER = {workers}\n{RAY}")
+
+
+ULTRALYTICS = """
+from types import SimpleNamespace
+from ultralytics import YOLO
+
+train = YOLO.train
+
+
+def train_and_watch(self, **given):
+    self.losses = []
+    self.add_callback("on_train_batch_end", lambda trainer: self.losses.append(float(trainer.loss)))
+    return train(self, **given)
+
+
+YOLO.train = train_and_watch
+nothing = SimpleNamespace(initialize=lambda *_, **__: None, GradScaler=lambda _: torch.amp.GradScaler(enabled=False))
+small = functools.partial(mpinit.initialize, init_loss_scale=8.0)  # else the first steps are skipped
+initialised = SimpleNamespace(initialize=small, GradScaler=mpinit.GradScaler)
+mixed, plain = (run(mpinit=each)["model"] for each in (initialised, nothing))
+assert next(mixed.trainer.model.parameters()).dtype is torch.float16
+assert next(plain.trainer.model.parameters()).dtype is torch.float32
+assert len(mixed.losses) == len(plain.losses) == 4
+torch.testing.assert_close(torch.tensor(mixed.losses), torch.tensor(plain.losses), rtol=0.02, atol=0)
+assert mpinit.step_counts(mixed.trainer.optimizer) == (4, 0)
+for part in ("model", "ema.ema"):
+    one, other = (operator.attrgetter(part)(each.trainer).state_dict() for each in (mixed, plain))
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        assert one[name].dtype == value.dtype
+        torch.testing.assert_close(one[name], value, rtol=0.02, atol=0.02)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not is_installed("ultralytics"), reason="ultralytics is not installed")
+def test_layers_of_ultralytics_train_as_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLO_OFFLINE", "true")
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
+    run_in_a_process("ultralytics", tmp_path, ULTRALYTICS)
 
 
 @pytest.mark.parametrize("library", ["trl", "sentence_transformers"])

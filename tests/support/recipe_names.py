@@ -1,5 +1,6 @@
 """The names that the blocks of docs/how-to/recipes.md use without making them: tiny models and data of each library."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,29 @@ def _skorch(folder: Path) -> dict[str, Any]:
 
 def _ema_pytorch(folder: Path) -> dict[str, Any]:
     return _ignite(folder)
+
+
+def _ray(folder: Path) -> dict[str, Any]:
+    model, _, data = images()
+    batches = list(torch.utils.data.DataLoader(data, 8))
+    return {"make_model": lambda: copy.deepcopy(model), "batches": batches, "number": 0}
+
+
+def _ultralytics(folder: Path) -> dict[str, Any]:
+    import cv2
+    import torchvision
+    from ultralytics.utils.nms import TorchNMS
+
+    for kind in ("images", "labels"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for number in range(8):
+        pixels = torch.randint(0, 255, (64, 64, 3), dtype=torch.uint8).numpy()
+        cv2.imwrite(str(folder / f"images/{number}.jpg"), pixels)
+        (folder / f"labels/{number}.txt").write_text("0 0.5 0.5 0.4 0.4\n", encoding="utf-8")
+    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images\nval: images\nnames: [thing]\n", encoding="utf-8")
+    torchvision.ops.nms = TorchNMS.nms  # torchvision's own may be of another index than torch
+    few = {"epochs": 2, "imgsz": 64, "batch": 4, "nbs": 4, "workers": 0, "device": "cpu"}  # nbs: steps at each batch
+    return {"few": {**few, "optimizer": "SGD", "lr0": 1e-3, "warmup_epochs": 0, "project": str(folder), "plots": False}}
 
 
 def _stable_baselines3(folder: Path) -> dict[str, Any]:
