@@ -34,7 +34,7 @@ PACKAGE: Final = PAGES.parent / "mpinit"
 
 # Names that a reader looks up together; a test shows that no public name is missing.
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "register_input", "install_as_apex"),
+    "Set up and undo": ("initialize", "add_optimizers", "undo", "Properties", "register_input", "install_as_apex"),
     "Backward and step": (
         "scale_loss",
         "GradScaler",
@@ -70,7 +70,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "watch_overflow",
         "suggest",
     ),
-    "What these give": (
+    "Results of these functions": (
         "inspect.precision_report.PrecisionReport",
         "inspect.precision_report.Row",
         "optimizer.overflow_log.OverflowReport",
@@ -158,9 +158,9 @@ def properties() -> str:
     ]
     parts = [
         "# Levels and properties\n",
-        "A level is a row of five properties; every property can be given as a keyword of `mpinit.initialize`, or in "
+        "A level is a row of five properties; every property can be passed as a keyword of `mpinit.initialize`, or in "
         "a [configuration file](configuration.md). O4 and O5 are O1 and O2 in bfloat16. Where the 16-bit type is "
-        'bfloat16 and no `loss_scale` was given, "dynamic" becomes 1.0.\n',
+        'bfloat16 and no `loss_scale` is passed, "dynamic" becomes 1.0.\n',
         "\n".join(rows) + "\n",
         "## All properties\n",
         "| property | default | what it is |",

@@ -21,7 +21,7 @@ __version__ = "0.3.0"
 if TYPE_CHECKING:
     from . import amp as amp
 
-    # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
+    # mypy treats a list that is not spelt out as an empty one; without any, it and others export what they see here.
     from .amp import *  # noqa: F403 - its __all__ spells the names out
     from .compat import install_as_apex as install_as_apex
     from .inspect.audit import audit as audit
@@ -57,7 +57,7 @@ else:
     def __getattr__(name: str) -> object:
         """Import ``mpinit.amp`` with the first public name that is read, and what ``_LATER`` names each by itself.
 
-        torch takes a second to import, amp with pydantic another 0.1 s, and the command line needs neither for its
+        torch needs a second to import, amp with pydantic another 0.1 s, and the command line needs neither for its
         help and version. This is the only place that postpones an import for its time.
         """
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:

@@ -29,7 +29,7 @@ class GradScaler:
     else ``step(optimizer)``, unscales and checks them, in float32 where there are masters; ``update()`` moves the
     scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was called with ``loss_scale=1.0``.
     Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
-    The scale and the numbers by which it moves are those that :func:`initialize` was given; a static one stays what it
+    The scale and the numbers by which it moves are those passed to :func:`initialize`; a static one stays what it
     is.
 
     Args:
@@ -41,7 +41,7 @@ class GradScaler:
         torchs: what ``torch.amp.GradScaler`` is made with, such as ``init_scale``: refused.
 
     Raises:
-        TypeError: what ``torch.amp.GradScaler`` takes was given; the message says what to write.
+        TypeError: the arguments are those of ``torch.amp.GradScaler``; the message names the ones to use.
         RuntimeError: an owner was not initialised.
         ValueError: no such ``loss_id``, or owners of different sessions.
 

@@ -267,7 +267,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     At any time, also between steps: a second optimizer may come much later, and one for a part of the weights. Which
     session it joins depends on its parameters. The model may have been moved, compiled or wrapped in the meantime
-    (DistributedDataParallel, say); ``fully_shard`` comes before :func:`initialize`.
+    (in DistributedDataParallel, for instance); ``fully_shard`` comes before :func:`initialize`.
 
     Args:
         optimizers: an optimizer over parameters of initialised models, or a list or tuple of them. An empty list: no

@@ -150,7 +150,7 @@ class TreeCast:
             if version >= 0 and (cast._version == version or write_elements(original, cast, self._cast)):
                 originals[id(cast)] = original
         if len(originals) == len(self._leaves):
-            # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
+            # Where it is not known whether a tensor was written to, none of the caller's may replace what was passed.
             originals |= {id(visit.result): visit.original for visit, _ in self._walked if visit.is_copied}
             self._originals = originals
         for visit, before in self._walked:
@@ -216,7 +216,7 @@ def _copy_of(box: Any) -> Any:
     if type(box) in (dict, list):
         return box.copy()
     if isinstance(box, MutableMapping) and dataclasses.is_dataclass(box):
-        # transformers' ModelOutput; torch.compile leaves out what copy.copy takes over.
+        # transformers' ModelOutput; torch.compile omits what copy.copy copies.
         return type(box)(**dict(box.items()))
     copied = copy.copy(box)
     # A shallow copy of a UserDict's subclass may share the dict that its items are in.

@@ -1,1 +1,1 @@
-"""Agreement of several processes, and parameters of which a process holds a shard."""
+"""Agreement of several processes, and parameters of which a process has a shard."""

@@ -28,7 +28,7 @@ class Verdicts:
     Attributes:
         groups: the process groups to reduce over, in the same order on every rank.
         size: the length of the vector.
-        fsdp_groups: FSDP2's groups of parameters, which say whether gradients are reduced.
+        fsdp_groups: FSDP2's groups of parameters, which record whether gradients are reduced.
     """
 
     def __init__(self) -> None:

@@ -249,7 +249,7 @@ _dropped: Final[list[Undo]] = []
 
 
 def apply(plan: Plan, owner: object = None) -> Undo:
-    """Make torch's functions follow the cast policy, and switch casts on in this thread if the plan says so.
+    """Make torch's functions follow the cast policy, and switch casts on in this thread if the plan has it.
 
     torch's own autocast does the casts. Only names that are not on the autocast list of a device present are wrapped.
     All live sessions share the wrappers; the undo of the last session removes them. An exception, Ctrl-C at any line

@@ -53,7 +53,7 @@ _Table = tuple[list[str], list[list[str]]]
 @final
 @dataclass(frozen=True)
 class AuditRow:
-    """One parameter.
+    """The row of one parameter in an audit.
 
     Attributes:
         name: its dotted name.

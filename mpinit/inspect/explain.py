@@ -104,7 +104,7 @@ def _at_level(
     if session is not None:
         level, properties = session.opt_level, session.properties
         copies = dict(zip(model.modules(), twin.modules(), strict=True))
-        # Gradients of weights with masters are float32. SGD stands in for the optimizers: any makes masters. Weights
+        # Gradients of weights with masters are float32. SGD replaces the optimizers: any makes masters. Weights
         # keep their masters where the optimizer was freed.
         stepped: set[torch.Tensor] = {master.weight for master in session.masters}
         for each in session.optimizers:

@@ -9,7 +9,7 @@ from .trials import STEPS
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, and where it is.
+    """The cause that ``suggest`` found, and its place.
 
     Attributes:
         kind: one of the kinds on the page docs/how-to/diagnose.md: "forward", "backward", "cast", "forced", "buffer",

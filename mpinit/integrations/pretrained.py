@@ -15,7 +15,7 @@ from ..basics.weak_references import OfModule
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
     """Make ``model.save_pretrained`` write weights in ``dtype``, and a config with this dtype, until ``mpinit.undo``.
 
-    Without it, the file has the masters' float32 values, but the config says 16 bits, and ``from_pretrained`` casts.
+    Without it, the file has the masters' float32 values, the config's dtype is 16-bit, and ``from_pretrained`` casts.
 
     Args:
         model: an initialised model of Transformers or PEFT, or one that contains one, as in Sentence Transformers.

@@ -109,7 +109,7 @@ def _load_loss_scale(trainer: Any, folder: str | None) -> None:
 def _check(trainer: Any) -> None:
     for name, instead in _INSTEAD.items():
         if functools.reduce(getattr, name.split("."), trainer):
-            raise ValueError(f"trainer.{name} is set, and mpinit cannot be beside it: {instead}")
+            raise ValueError(f"trainer.{name} is set, which conflicts with mpinit: {instead}")
     if trainer.args.n_gpu > 1:
         raise ValueError(f"the Trainer runs {trainer.args.n_gpu} GPUs by DataParallel: start it with torchrun instead")
     check(trainer.accelerator)
@@ -119,7 +119,7 @@ def _float32_as_usual(model: Any, dtype: torch.dtype | None) -> list[str]:
     """List the tensors that Transformers, Diffusers and PEFT keep in float32 where weights are in a 16-bit dtype.
 
     These are buffers in no checkpoint, tensors that a library's own lists name, and PEFT's own trained weights. A
-    trained layer of the model itself (a classifier, ``modules_to_save``, biases) is fed 16-bit numbers, and cast.
+    trained layer of the model itself (a classifier, ``modules_to_save``, biases) has 16-bit inputs, so it is cast, too.
     """
     saved = model.state_dict()
     computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
@@ -155,7 +155,7 @@ _OF_THE_MODEL = ("base_layer", "base_model", "model", "original_module", "module
 
 
 def _tuned(model: Any) -> list[str]:
-    """List the trained weights that PEFT has added, and feeds in float32."""
+    """List the trained weights that PEFT has added, whose inputs it casts to float32."""
     found = []
     pending: list[tuple[str, Any, bool]] = [("", model, True)]
     while pending:

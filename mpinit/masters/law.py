@@ -1,4 +1,4 @@
-"""The law of masters: a master is its weight, and the bits beyond it.
+"""The law of masters: a master is its weight, and the bits that the rounding to 16 bits removed.
 
     meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
 

@@ -179,7 +179,7 @@ class SplitMasters(Masters):
         if remainder is None or not is_there or master.parameter.shape != master.weight.shape:
             remainder = master.laid_out(weight)
         if self.versions.get(id(master)) != weight._version or id(master.weight) in self.data_use.touched:
-            remainder = remainder.masked_fill(_is_exact(flat(weight)), 0)
+            remainder = remainder.masked_fill(_is_zero_or_inf(flat(weight)), 0)
         add_remainder_(joined.as_strided((joined.numel(),), (1,)), remainder)
         return sharded_as(joined, master.weight) if master.is_sharded else joined
 
@@ -348,7 +348,7 @@ class _Bucket(MasterBatch):
         is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
         if is_touched or versions_of(self._shards()) != self._versions:
             for weight, remainder in zip(self._flat, self._parts, strict=True):
-                remainder.masked_fill_(_is_exact(weight), 0)
+                remainder.masked_fill_(_is_zero_or_inf(weight), 0)
 
     @torch.no_grad()
     def read(self) -> None:
@@ -360,7 +360,7 @@ class _Bucket(MasterBatch):
         if self._flat:
             torch._foreach_copy_(self._wide, self._flat)
         add_remainder_(buffer[: self._numel], self._remainder)
-        self._show(self._values)
+        self._set_parameters(self._values)
 
     @torch.no_grad()
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -370,13 +370,15 @@ class _Bucket(MasterBatch):
                 None if g is None else shard(redistribute_like(g, weight))
                 for g, weight in zip(gradients, self._weights, strict=True)
             ]
-        lowered = [g is not None and is_lower_precision(g.dtype) and not g.is_sparse for g in arrived]
-        into = [space for space, here in zip(self._spaces, lowered, strict=True) if here]
+        is_narrow = [g is not None and is_lower_precision(g.dtype) and not g.is_sparse for g in arrived]
+        into = [space for space, narrow in zip(self._spaces, is_narrow, strict=True) if narrow]
         if into:
-            torch._foreach_copy_(into, [g for g, here in zip(arrived, lowered, strict=True) if g is not None and here])
+            torch._foreach_copy_(
+                into, [g for g, narrow in zip(arrived, is_narrow, strict=True) if narrow and g is not None]
+            )
         wide = [
-            space if here else (None if gradient is None else as_float32(gradient))
-            for space, gradient, here in zip(self._spaces, arrived, lowered, strict=True)
+            space if narrow else (None if gradient is None else as_float32(gradient))
+            for space, gradient, narrow in zip(self._spaces, arrived, is_narrow, strict=True)
         ]
         if self._are_sharded:
             wide = [None if g is None else sharded_as(g, w) for g, w in zip(wide, self._weights, strict=True)]
@@ -390,18 +392,18 @@ class _Bucket(MasterBatch):
         try:
             self._gather()
             before = self._remainder.clone() if self._owner.keeps_bits else None
-            unread = [] if before is None else self._written()
+            written = [] if before is None else self._written()
             split_off_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
             if before is not None:
                 self._restore_written(before)
             if self._halves:
                 torch._foreach_copy_(self._halves, self._bits)
             self._remember()
-            for index in unread:
+            for index in written:
                 # Its remainder was kept, so a written 0 or inf still has to be found.
                 self._versions[index] = self._owner.versions[id(self._masters[index])] = -1
         finally:
-            self._show(self._placeholders)
+            self._set_parameters(self._placeholders)
         if buffer.nbytes <= _KEPT_BYTES:
             self._owner.buffers[self._device] = buffer
         else:
@@ -412,7 +414,7 @@ class _Bucket(MasterBatch):
         """Restore the remainders of zeros and infinities that did not change while the masters were in use."""
         parts = before.split_with_sizes(self._sizes), self._bits
         for weight, half, remainder, kept, bits in zip(self._flat, self._halves, self._parts, *parts, strict=True):
-            is_unchanged = _is_exact(weight) & (half == bits)
+            is_unchanged = _is_zero_or_inf(weight) & (half == bits)
             remainder.copy_(torch.where(is_unchanged, kept, remainder))
 
     def _written(self) -> list[int]:
@@ -428,7 +430,8 @@ class _Bucket(MasterBatch):
         self._versions = versions_of(self._shards())
         self._owner.versions.update(zip(map(id, self._masters), self._versions, strict=True))
 
-    def _show(self, values: list[torch.Tensor]) -> None:
+    def _set_parameters(self, values: list[torch.Tensor]) -> None:
+        """Set the memory of the masters' parameters, which is a placeholder between steps."""
         if self._are_sharded:
             for parameter, part in zip(self._parameters, values, strict=True):
                 set_local_data(parameter, part)
@@ -459,7 +462,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
         half.copy_(bits)
 
 
-def _is_exact(weight: torch.Tensor) -> torch.Tensor:
+def _is_zero_or_inf(weight: torch.Tensor) -> torch.Tensor:
     """Return a mask of 0 and inf: to these an old remainder would add more than half a unit in the last place."""
     return (weight == 0) | weight.isinf()
 

@@ -54,7 +54,7 @@ class TensorCasts:
         self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
         # Values of parameters before they were cast; of sharded ones the part in this process.
         self._originals: dict[torch.Tensor, torch.Tensor] = {}
-        # Gradients as they came in, or while their parameter changes its dtype.
+        # Gradients from before the cast, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            # A parameter that came in 16 bits may get a master with the next step, which then starts from all bits.
+            # A parameter that was 16-bit before may get a master with the next step, which then starts from all bits.
             original = self._original_dtypes.setdefault(tensor, tensor.dtype)
             kept = torch.float32 if is_lower_precision(original) and tensor.requires_grad else original
             self._keep(tensor, values.to(kept), tensor.detach())

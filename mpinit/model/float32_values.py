@@ -85,7 +85,7 @@ class Float32Values:
         self._models = models
         self._names = Names(models)
         self._entries: list[_Entry] = []
-        # Ids of masters whose weights were their roundings when the present call of state_dict() began.
+        # Ids of masters that, rounded, were equal to their weights when the present call of state_dict() began.
         self._agreeing: set[int] = set()
         # Entries of state dicts that were made inside a block: the user's tensor, a tensor with the same memory, and
         # the 16-bit tensor.
@@ -552,7 +552,7 @@ class HandedOutMasters:
         """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype.
 
         Args:
-            anew: also where masters or float32 copies have other gradients than were bound last. Default False.
+            anew: also bind where the ``grad`` of a master or its float32 copy was changed since. Default False.
         """
         if not self._has_gradients:
             return
@@ -678,6 +678,7 @@ class HandedOutMasters:
             self._unify(master, not master_moved)
 
     def _unify(self, master: Master, by_weight: bool) -> None:
+        """Make a weight and its master agree: by the weight's numbers, or by the master's."""
         if by_weight:
             self._table.follow(master, keeps_bits=True)
         else:
@@ -717,7 +718,7 @@ class Places:
     Attributes:
         found: for each place the module's dict of parameters or buffers, the name in it, and the tensor.
         tensors: id of a tensor -> the tensor.
-        rnns: modules that have a list of their weights besides.
+        rnns: RNN modules, which have a second list of their weights, ``_flat_weights``.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

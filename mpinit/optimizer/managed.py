@@ -185,7 +185,7 @@ class ManagedOptimizer:
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
         if decision in (Decision.RUN, Decision.IN_KERNEL):
-            if self.checks.hooks_spoiled():
+            if self.checks.hooks_wrote_nonfinite():
                 return self._skip()
             decision = Decision.IN_KERNEL if self.checks.skips_in_kernel() else Decision.RUN
         with hooks:

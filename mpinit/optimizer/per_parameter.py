@@ -28,7 +28,7 @@ _PER_PARAMETER: Final = (
     "SGD",
     "SparseAdam",
 )
-# Their states that stay float32: copies of weights, whose low bits count like a master's; states of sparse gradients.
+# States of these that are not encoded: copies of weights, whose low bits count like a master's; sparse gradients'.
 _KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}
 # Methods that a subclass may override: none changes the step, which is compared by itself.
 _BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
@@ -110,7 +110,8 @@ class StepNumbers:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Restore the numbers, and delete those that came later."""
         for owner, numbers in self._before:
             for key in [key for key, value in owner.items() if _is_number(value) and key not in numbers]:
                 del owner[key]

@@ -332,7 +332,7 @@ class MasterSwap:
                 set_grads(part.weights, [None] * len(part.weights))
             for index, part in enumerate(present):
                 if numbers is not None and index > 0:
-                    numbers.put_back()
+                    numbers.restore()
                 if id(part) in hidden:
                     set_grads(part.weights, hidden[id(part)])
                 yield from self._step_of(part)

@@ -40,9 +40,7 @@ _WRITTEN: Final = (
     "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
     "addition compares or adds numbers that are not scaled. {}. Averages over ranks and masks are right here"
 )
-
-
-_SPOILED: Final = (
+_NONFINITE_AFTER_BLOCK: Final = (
     "inf or nan came into gradients after the `with mpinit.scale_loss(...)` block, at whose end all ranks have agreed "
     "that there was none: a step would be skipped on this rank alone. Move what writes to the gradients (a penalty, a "
     "hook) into the block, behind backward()"
@@ -62,7 +60,7 @@ class GradientChecks:
     Attributes:
         skips: whether a step is skipped if its gradients contain inf or nan.
         awaits_step: whether a loss of the optimizer was scaled, and no step was called since.
-        has_own_checks: whether a check since then was of gradients that were not yet reduced over ranks.
+        has_own_checks: whether this rank's gradients were checked since then, before they were reduced over ranks.
         ranks: the agreement with other processes.
         writes: the watch for writes to scaled gradients.
     """
@@ -123,7 +121,9 @@ class GradientChecks:
         return present
 
     def before_grad_scaler(self, scaler: LossScaler) -> None:
-        """Prepare the present gradients to be scaled like a GradScaler's loss, before those of any optimizer are.
+        """Prepare present gradients, which a GradScaler is about to multiply by its scale.
+
+        It is called for each optimizer before the gradients of any are multiplied.
 
         Raises:
             RuntimeError: they are scaled by another loss's scale, or a ``scale_loss`` block is open.
@@ -191,7 +191,7 @@ class GradientChecks:
         if not (found_inf > before).item():
             self._gradients.decide(before)
         elif not self.ranks.overflow.is_alone:
-            raise RuntimeError(_SPOILED)
+            raise RuntimeError(_NONFINITE_AFTER_BLOCK)
 
     def agree_on_evaluation(self) -> None:
         """Decide with all ranks whether the gradients of one evaluation of a closure overflowed."""
@@ -245,7 +245,7 @@ class GradientChecks:
             else:
                 self._gradients.apply(unread)
 
-    def hooks_spoiled(self) -> bool:
+    def hooks_wrote_nonfinite(self) -> bool:
         """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False if a kernel skips.
 
         In a process group it is False, too: ranks have agreed on the step before the hooks ran.
@@ -386,7 +386,7 @@ class ScaledWrites:
     def watch(self, scaled: torch.Tensor) -> None:
         """Record the versions at the end of the backward pass of a scaled loss.
 
-        A hook on the loss queues that: it costs the same whatever the number of parameters.
+        A hook on the loss queues the recording, so its cost does not grow with the number of parameters.
         """
         self._recorded = []
         if not self._has_warned:
@@ -398,7 +398,7 @@ class ScaledWrites:
         self._recorded = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
 
     def were_done(self) -> bool:
-        """Return whether gradients were written to after the backward pass, until now."""
+        """Return whether gradients were written to since the backward pass ended, and clear the recorded versions."""
         recorded, self._recorded = self._recorded, []
         for weight, known, version in recorded:
             gradient = weight.grad

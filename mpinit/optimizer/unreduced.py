@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 has not reduced yet, because a backward pass was to leave them: they are in no ``weight.grad``.
+"""Gradients that FSDP2 has not reduced yet, because a backward pass was to skip that: they are in no ``weight.grad``.
 
 ``set_requires_gradient_sync(False)`` keeps whole gradients, ``set_requires_all_reduce(False)`` sums over a part of the
 ranks. FSDP adds those of the next pass, and reduces the sum. So all of them carry one scale while a pass runs, and
