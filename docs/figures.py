@@ -231,7 +231,7 @@ def diagnosed() -> str:
     found = _measured_by("diagnoses")["rows"]
     faulty, healthy = ([row for row in found if bool(row["fault"]) is is_faulty] for is_faulty in (True, False))
     rows = [
-        f"| | {len(faulty)} with a fault: right | nothing to say | wrong | {len(healthy)} healthy: right | wrong |",
+        f"| | {len(faulty)} with a fault: right | no finding | wrong | {len(healthy)} healthy: right | wrong |",
         "|---|---|---|---|---|---|",
     ]
     for tool in ("watch_overflow", "overflow_report", "suggest"):
@@ -262,7 +262,7 @@ _FAULTS: Final[Mapping[str, str]] = {
     "mask": "a mask of -1e9, one row masked whole",
     "precision": "digits are lost",
     "underflow": "gradients become 0",
-    "buffer": "a buffer that float16 cannot hold",
+    "buffer": "a buffer that float16 cannot represent",
     "input": "an input that cannot be rounded",
     "forced": "the program computes in float16 at every level",
     "float32": "inf or nan in float32",

@@ -250,7 +250,7 @@ def vanishing(x: Tensor, size: float) -> Tensor:
 
 
 class Table(nn.Module):
-    """Multiplies by a buffer that float16 cannot hold, and divides again."""
+    """Multiplies by a buffer that float16 cannot represent, and divides again."""
 
     def __init__(self, size: float) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Table(nn.Module):
 
 
 class LossInside(nn.Module):
-    """A model that returns its own loss, times a factor that float16 cannot hold."""
+    """A model that returns its own loss, times a factor that float16 cannot represent."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
