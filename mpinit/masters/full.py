@@ -61,7 +61,9 @@ class FullMasters(Masters):
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(), whose result would share the weight's version counter.
-        return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
+        values: torch.Tensor = TENSOR_DATA.__get__(weight)
+        wide = values if values.dtype is torch.float32 else values.to(torch.float32)
+        return Master(weight, nn.Parameter(wide, weight.requires_grad))
 
     def _discard(self, master: Master) -> None:
         self._earlier.pop(id(master), None)

@@ -25,6 +25,17 @@ def test_finite_weights_beyond_float16_are_clamped_with_one_warning_and_come_bac
     same(model.parameters(), before)
 
 
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 0.0])
+def test_weight_beyond_float16_is_found_beside_nan_and_inf_of_others(hidden: float) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[0], model[3].bias[0] = hidden, 1e6
+    with pytest.warns(UserWarning, match=r"3\.bias are beyond") as caught:
+        start(model, "O2", torch.float16)
+    assert len(caught) == 1 and model[3].bias[0].item() == 65504.0
+    same([model[0].bias.detach()[:1].float()], [torch.tensor([hidden])])
+
+
 def growing(start: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
     """One weight that a step makes larger by 1000, in float16."""
     model = nn.Linear(2, 1, bias=False)
