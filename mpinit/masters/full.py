@@ -100,8 +100,9 @@ class FullMasters(Masters):
         if present.dtype is not dtype:
             weight.grad = None
             set_data(weight, sharded_as(cast_to(dtype, master.clamps, found), weight))
-            if gradient is not None and gradient.shape == weight.shape:
-                weight.grad = self.in_kept_dtype([gradient])[0]
+        self.set_gradient_dtype(master)  # torch.utils.swap_tensors exchanges it, too
+        if weight.grad is None and gradient is not None and gradient.shape == weight.shape:
+            weight.grad = self.in_kept_dtype([gradient])[0]
         master.last_seen = None
         self._earlier.pop(id(master), None)
 

@@ -200,3 +200,27 @@ def test_parameter_with_the_id_of_a_freed_one_is_stepped_by_another_optimizer() 
     others[-1].grad = torch.ones(2, dtype=torch.bfloat16)
     torch.optim.SGD(others[-1:], lr=0.5).step()
     assert others[-1].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("O0", "O1")])
+@pytest.mark.parametrize("which", ["0.weight", "1.weight"])
+def test_swap_tensors_after_a_step_trains_the_new_numbers(kind: str, which: str) -> None:
+    """torch.utils.swap_tensors exchanges ``grad_dtype``, too: the next gradient is 16-bit."""
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        chance = torch.Generator().manual_seed(0)
+        for index in range(4):
+            optimizer.zero_grad()
+            backward(model(torch.randn(8, 4, generator=chance)).float().square().mean(), optimizer)
+            optimizer.step()
+            if index == 1:
+                weight = model.get_parameter(which)
+                torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 0.5))
+        return [value.float() for value in model.state_dict().values()]
+
+    torch.manual_seed(0)
+    ours = trained(*made(kind))
+    torch.manual_seed(0)
+    by_torch = trained(*made("O0"))
+    for mine, its in zip(ours, by_torch, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0.01, atol=0.002)
