@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,7 +420,7 @@ class GaLore(torch.optim.AdamW):
 
 @pytest.fixture
 def galore(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments of a Trainer with GaLore's layer-wise optimizer, whose package needs a GPU."""
+    """The arguments of a Trainer with GaLore's layer-wise optimizer, with AdamW in the place of its own."""
     from transformers import trainer_optimizer
 
     names = dict.fromkeys(("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"), GaLore)
@@ -440,6 +441,44 @@ def test_layer_wise_optimizers_train_as_one_does(level: str, galore: dict[str, A
     assert is_same
     has_trained = not same_bits(layer_wise.model.state_dict(), tiny_model("llama").state_dict())
     assert has_trained
+
+
+PACKAGES = {"galore_adamw": "galore_torch", "apollo_adamw": "apollo_torch"}
+
+
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")
+@pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, model"])
+@pytest.mark.parametrize("optim", [*PACKAGES, "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_galore_and_apollo_train_as_in_float32(optim: str, level: str, tmp_path: Path) -> None:
+    kind, is_layer_wise = optim.removesuffix("_layerwise"), optim.endswith("_layerwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of bitsandbytes
+        needs(PACKAGES[kind])
+    masters = {"split": "split", "model": "model"}.get(level.partition(", ")[2])
+    given: dict[str, Any] = {"opt_level": level[:2], **({"master_weights": masters} if masters else {})}
+    if level == "O2":
+        given["init_loss_scale"] = 256.0
+    more: dict[str, Any] = {"optim": optim, "optim_target_modules": "all-linear", "lr_scheduler_type": "constant"}
+    more |= {"gradient_accumulation_steps": 1, "optim_args": "rank=4, update_proj_gap=2, scale=1.0"}
+    if is_layer_wise:
+        more["max_grad_norm"] = 0.0
+    if is_layer_wise and level == "O2":
+        with pytest.raises(ValueError, match=rf"{optim.upper()}.*steps each weight inside of the backward pass"):
+            trained("llama", tmp_path, given, **more)
+        return
+    weights, losses = [], []
+    for asked in (None, given):
+        torch.manual_seed(0)
+        trainer = trained("llama", tmp_path, asked, **more)
+        losses.append(trainer.evaluate()["eval_loss"])
+        weights.append(trainer.model.state_dict())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    before = tiny_model("llama").state_dict()
+    moved, apart = (
+        torch.cat([(value - other[name]).abs().flatten() for name, value in weights[0].items()])
+        for other in (before, weights[1])
+    )
+    assert apart.mean() < 0.2 * moved.mean()
 
 
 def test_layer_wise_optimizers_are_refused_where_losses_are_scaled(galore: dict[str, Any], tmp_path: Path) -> None:
