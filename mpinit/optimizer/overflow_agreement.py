@@ -65,7 +65,10 @@ class OverflowAgreement:
         self._reduce_over(groups_of(meshes_of(parameters), self.stages.group))
         # Stages of a pipeline run forwards of micro-batches, and may run different numbers of them.
         follows = any(map(is_sharded, parameters)) and not self.stages.are_named
-        return [self.verdicts.follow_forwards(model) for model in models] if follows else []
+        if not follows:
+            return []
+        self.verdicts.passes.compare_over(self.verdicts.groups)
+        return [undo for model in models for undo in self.verdicts.follow_forwards(model)]
 
     def before_forward(self, wrapper: Any) -> None:
         """Join a verdict that is owed, before a DistributedDataParallel's forward runs collectives."""

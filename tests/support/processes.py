@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import quick_process
@@ -118,6 +118,21 @@ def launch(path: Path, counts: dict[str, int], patience: float | None = None) ->
 def read(report: Path) -> dict[str, str]:
     """Return the outcomes so far."""
     return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+
+
+def launch_ending(path: Path, name: str, count: int, patience: float) -> list[str]:
+    """Run a test whose ranks end their processes by :func:`end_with`; return the words of each, "" if it hangs."""
+    words = [_folder() / f"end {rank}" for rank in range(count)]
+    for each in words:
+        each.unlink(missing_ok=True)
+    launch(path, {name: count}, patience)
+    return [each.read_text(encoding="utf-8") if each.exists() else "" for each in words]
+
+
+def end_with(words: str) -> NoReturn:
+    """End the process of this rank, as a script ends: the connections to the other ranks are closed."""
+    Path(os.environ["TMPDIR"], f"end {dist.get_rank()}").write_text(words, encoding="utf-8")
+    os._exit(0)
 
 
 class Host:
