@@ -20,7 +20,7 @@ from .agreement import Group
 _POLL: Final = 0.01
 # How many sessions there were on a group: all ranks of the group call initialize for them in the same order.
 _SESSIONS: Final[weakref.WeakKeyDictionary[Group, int]] = weakref.WeakKeyDictionary()
-_LEFT_OUT: Final = (
+_UNEQUAL: Final = (
     "this rank ({}) has run no backward pass after its last forward, and rank {} has. The backward pass of a sharded "
     "model runs collectives, in which it waits for all ranks. Call backward() on every rank: where a loss does not "
     "count, on loss * 0. Or let all ranks decide together, by an all_reduce of the condition"
@@ -100,7 +100,7 @@ class BackwardPasses:
         while waiting:
             for rank in waiting:
                 if self._read(group, "backward", rank) >= self._forwards:
-                    raise RuntimeError(_LEFT_OUT.format(ranks[own], ranks[rank]))
+                    raise RuntimeError(_UNEQUAL.format(ranks[own], ranks[rank]))
             waiting = [rank for rank in waiting if self._read(group, "without", rank) < self._forwards]
             if waiting and time.monotonic() > end:
                 raise RuntimeError(_MISSING.format(ranks[own], ranks[waiting[0]]))

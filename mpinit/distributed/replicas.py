@@ -171,6 +171,7 @@ class Event(enum.Enum):
 
     MADE = "its __init__ has ended"
     CALLED = "its forward begins"
+    RETURNED = "its forward has ended"
     JOINING = "join() begins"
     JOINED = "join() has ended, and has made the ranks' weights one"
 
@@ -187,9 +188,9 @@ def syncs_when_made(wrapper: Any) -> bool:
     return wrapper not in _unsynced
 
 
-def _report(event: Event, wrapper: Any) -> None:
+def _report(event: Event, wrapper: Any, output: Any = None) -> None:
     for user in WRAPPERS.users:
-        user(event, wrapper)
+        user(event, wrapper, output)
 
 
 def _init(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -206,6 +207,12 @@ def _init(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) ->
 def _pre_forward(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     _report(Event.CALLED, wrapper)
     return inner(wrapper, *args, **kwargs)
+
+
+def _post_forward(inner: Callable[..., Any], wrapper: Any, output: Any) -> Any:
+    result = inner(wrapper, output)
+    _report(Event.RETURNED, wrapper, result)
+    return result
 
 
 def _join_hook(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,12 +232,14 @@ class _JoinHook:
         _report(Event.JOINED, self._wrapper)
 
 
-# Each user of these patches is called with an Event and the wrapper. The class is patched, because a wrapper may be
-# older than all sessions. torch has no hook at the end of __init__; earlier there is no reducer for a communication
-# hook, and later the arguments are unknown. A global forward hook would slow all modules. One of the model would miss
-# wrappers of its parts, and be traced by torch.compile, which never traces DistributedDataParallel's own forward.
+# Each user of these patches is called with an Event, the wrapper, and the output of a forward that has ended. The class
+# is patched, because a wrapper may be older than all sessions. torch has no hook at the end of __init__; earlier there
+# is no reducer for a communication hook, and later the arguments are unknown. A global forward hook would slow all
+# modules. One of the model would miss wrappers of its parts, and be traced by torch.compile, which never traces
+# DistributedDataParallel's own forward.
 WRAPPERS: Final = SharedPatches(
-    nn.parallel.DistributedDataParallel, {"__init__": _init, "_pre_forward": _pre_forward, "join_hook": _join_hook}
+    nn.parallel.DistributedDataParallel,
+    {"__init__": _init, "_pre_forward": _pre_forward, "_post_forward": _post_forward, "join_hook": _join_hook},
 )
 
 

@@ -1,9 +1,8 @@
 """The verdict of all ranks: one collective a group, at points that every rank reaches equally often."""
 
-import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,11 +10,8 @@ from torch import nn
 from ..basics.patching import Undo
 from ..torch_internals.running import current_pass, is_eager
 from .agreement import Group, device_for
-from .backward_passes import BackwardPasses
+from .backward_passes import BackwardPasses, call_in_backward
 from .replicas import is_joining
-
-# The neutral element of MAX, for a rank that joins a verdict without numbers of its own.
-_NEUTRAL: Final = -math.inf
 
 
 class Verdicts:
@@ -27,19 +23,28 @@ class Verdicts:
     are reduced. If it has not agreed by its next forward, it joins the others' verdict before that forward, without
     numbers of its own.
 
+    If one rank leaves out a backward pass of DistributedDataParallel, its next one is reduced together with the
+    present one of the others. Then the verdicts of these passes are one, and the rank exchanges none before.
+
     Attributes:
         groups: the process groups to reduce over, in the same order on every rank.
-        size: the length of the vector.
         fsdp_groups: FSDP2's groups of parameters, which record whether gradients are reduced.
         passes: the backward passes of sharded models; compared before a verdict, too.
     """
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
-        self.size = 0
         self.fsdp_groups: Sequence[Any] = ()
         self.passes = BackwardPasses()
         self._owes_verdict = False
+        # Under DistributedDataParallel: whether no backward pass has run since the last forward, and whether one has
+        # run since the last verdict with numbers of this rank's own.
+        self._lacks_backward = self._has_new_gradients = False
+
+    @property
+    def are_without_gradients(self) -> bool:
+        """Return whether this rank has no new gradients, because it has left out DistributedDataParallel's pass."""
+        return self._lacks_backward and not self._has_new_gradients
 
     def agree(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum over all ranks of the groups; ``vector`` is not changed.
@@ -47,8 +52,12 @@ class Verdicts:
         Raises:
             RuntimeError: this rank has left out a backward pass that others have run.
         """
+        self._has_new_gradients = self._owes_verdict = False
+        return self.join(vector)
+
+    def join(self, vector: torch.Tensor) -> torch.Tensor:
+        """Do the same without numbers of this rank's own gradients, whose verdict is still to come."""
         self.passes.compare()
-        self._owes_verdict = False
         agreed = vector.clone()
         for group in self.groups:
             there = agreed.to(device_for(group, agreed.device))
@@ -60,27 +69,20 @@ class Verdicts:
         """Expect no verdict for the last forward: further passes of the same step follow, on all ranks."""
         self._owes_verdict = False
 
-    def follow_forwards(self, module: nn.Module) -> list[Undo]:
-        """Call :meth:`before_forward` and ``passes`` in hooks of a module's forward; return functions that remove them.
-
-        All ranks call these forwards equally often. The hooks run before those of FSDP2, which gather parameters in the
-        forward, and in the backward pass.
-        """
-        return [
-            module.register_forward_pre_hook(BeforeForward(self), prepend=True).remove,
-            module.register_forward_hook(AfterForward(self), prepend=True).remove,
-        ]
-
-    def before_forward(self, module: nn.Module) -> None:
-        """Join the verdict of the ranks that step, if this rank has not called ``step()`` since its last forward."""
-        if not self.groups:
-            return
+    def expect(self, module: nn.Module) -> bool:
+        """Prepare for a forward, after which a verdict may be owed; return whether one is owed before it."""
         self.passes.before_forward()
-        if self._owes_verdict:
-            # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
-            first = next(module.parameters(), None)
-            self.agree(torch.full((self.size,), _NEUTRAL, device=None if first is None else first.device))
+        is_owed = self._owes_verdict and not self._lacks_backward
         self._owes_verdict = torch.is_grad_enabled() and self._will_be_reduced(module)
+        return is_owed
+
+    def after_forward_of_wrapper(self, output: Any) -> None:
+        """Watch for the backward pass of a DistributedDataParallel's forward, if verdicts are exchanged."""
+        if self.groups and torch.is_grad_enabled() and call_in_backward(output, self._begin_backward):
+            self._lacks_backward = True
+
+    def _begin_backward(self) -> None:
+        self._lacks_backward, self._has_new_gradients = False, True
 
     def _will_be_reduced(self, module: Any) -> bool:
         is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
@@ -98,39 +100,51 @@ class Verdicts:
         return synced and all(group.reduce_grads for group in self.fsdp_groups)
 
 
+def follow_forwards(module: nn.Module, before: Any, after: Any) -> list[Undo]:
+    """Call ``before.before_forward`` and ``after.after_forward`` at a module's forwards; return functions to end that.
+
+    All ranks call these forwards equally often. The hooks run before those of FSDP2, which gather parameters in the
+    forward, and in the backward pass.
+    """
+    return [
+        module.register_forward_pre_hook(_BeforeForward(before), prepend=True).remove,
+        module.register_forward_hook(_AfterForward(after), prepend=True).remove,
+    ]
+
+
 class _ForwardHook:
     """A hook of a forward; in a copy of the module it does nothing."""
 
-    def __init__(self, verdicts: Verdicts | None) -> None:
-        self._verdicts = None if verdicts is None else weakref.ref(verdicts)
+    def __init__(self, follower: Any) -> None:
+        self._follower = None if follower is None else weakref.ref(follower)
 
-    def verdicts(self) -> Verdicts | None:
-        """Return the verdicts; None if torch.compile traces the forward, or a backward pass computes it again."""
-        if torch.compiler.is_compiling() or self._verdicts is None or current_pass() != -1 or not is_eager():
+    def follower(self) -> Any:
+        """Return the object; None if torch.compile traces the forward, or a backward pass computes it again."""
+        if torch.compiler.is_compiling() or self._follower is None or current_pass() != -1 or not is_eager():
             return None
-        # DistributedDataParallel around the module has called before_forward already.
+        # DistributedDataParallel around the module has reported its own forward.
         is_inside = nn.parallel.DistributedDataParallel._active_ddp_module is not None
-        return None if is_inside else self._verdicts()
+        return None if is_inside else self._follower()
 
     def __reduce__(self) -> Any:
         return type(self), (None,)
 
 
-class BeforeForward(_ForwardHook):
-    """A hook that calls :meth:`Verdicts.before_forward`."""
+class _BeforeForward(_ForwardHook):
+    """A hook that calls ``before_forward``."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call it."""
-        verdicts = self.verdicts()
-        if verdicts is not None:
-            verdicts.before_forward(module)
+        """Call it with the module."""
+        follower = self.follower()
+        if follower is not None:
+            follower.before_forward(module)
 
 
-class AfterForward(_ForwardHook):
-    """A hook that calls :meth:`BackwardPasses.after_forward`."""
+class _AfterForward(_ForwardHook):
+    """A hook that calls ``after_forward``."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Call it."""
-        verdicts = self.verdicts()
-        if verdicts is not None:
-            verdicts.passes.after_forward(output)
+        """Call it with the output."""
+        follower = self.follower()
+        if follower is not None:
+            follower.after_forward(output)

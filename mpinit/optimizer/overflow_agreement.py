@@ -1,5 +1,6 @@
 """The agreement of ranks on overflow: a verdict for some optimizers' gradients, and loss scales that stay equal."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from ..distributed.agreement import Group, groups_of, meshes_of
 from ..distributed.replicas import hooks_of, is_joining, reduced_by
 from ..distributed.sharding import groups_of_fsdp, is_sharded
 from ..distributed.stages import Stages
-from ..distributed.verdicts import Verdicts
+from ..distributed.verdicts import Verdicts, follow_forwards
 from ..model.boundary import ForwardGuard
 from ..scaling.scaler import LossScaler
 from .gradients import Gradients
@@ -24,6 +25,8 @@ _OTHER_OPTIMIZER: Final = (
     "some rank has not called a step(), or steps in another order. Pass the same optimizers to mpinit.scale_loss and "
     "call their step(), in the same order, on all ranks"
 )
+# The neutral element of MAX, for a rank that joins a verdict without gradients of its own.
+_NEUTRAL: Final = -math.inf
 # float32 represents every integer up to 2**24.
 _BITS: Final = 24
 
@@ -62,18 +65,38 @@ class OverflowAgreement:
         """Prepare the agreement on sharded models, and hook their forwards; return functions that remove the hooks."""
         parameters, models = list(self._guard.parameters()), self._guard.models
         self.verdicts.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
-        self._reduce_over(groups_of(meshes_of(parameters), self.stages.group))
+        self.verdicts.groups = groups_of(meshes_of(parameters), self.stages.group)
         # Stages of a pipeline run forwards of micro-batches, and may run different numbers of them.
         follows = any(map(is_sharded, parameters)) and not self.stages.are_named
         if not follows:
             return []
         self.verdicts.passes.compare_over(self.verdicts.groups)
-        return [undo for model in models for undo in self.verdicts.follow_forwards(model)]
+        return [undo for model in models for undo in follow_forwards(model, self, self.verdicts.passes)]
 
-    def before_forward(self, wrapper: Any) -> None:
-        """Join a verdict that is owed, before a DistributedDataParallel's forward runs collectives."""
+    def before_forward(self, module: nn.Module) -> None:
+        """Join the verdict of ranks that step, if one is owed, before a forward runs collectives.
+
+        Raises:
+            RuntimeError: see :meth:`agree`. Or this rank has left out a backward pass that others have run.
+        """
+        is_owed = bool(self.verdicts.groups) and self.verdicts.expect(module)
+        if not is_owed:
+            return
+        # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
+        first = next(module.parameters(), None)
+        same = torch.full((self._same,), _NEUTRAL, device=None if first is None else first.device)
+        scalers, passes = len(self._scalers), self._passes_since()
+        opposite = same.clone()
+        same[scalers : scalers + len(passes)], opposite[scalers : scalers + len(passes)] = passes, -passes
+        reduced = self.verdicts.join(torch.cat([same.new_full((self._slots + 2 * scalers,), _NEUTRAL), same, opposite]))
+        if len(passes):
+            most, least = torch.split(reduced[-2 * self._same :], self._same)
+            _check_same_losses_and_optimizers((most != -least)[scalers : scalers + len(passes)].tolist(), len(passes))
+
+    def before_forward_of_wrapper(self, wrapper: Any) -> None:
+        """Do the same as :meth:`before_forward` for a DistributedDataParallel."""
         if not self.stages.are_named and self.groups():
-            self.verdicts.before_forward(wrapper)
+            self.before_forward(wrapper)
 
     @property
     def is_alone(self) -> bool:
@@ -114,7 +137,8 @@ class OverflowAgreement:
     def agree(self, judged: Sequence[tuple[Members, Gradients]], pending: list[LossScaler]) -> None:
         """Replace what checks found by what all ranks found, in one collective a group, and update the scales.
 
-        Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
+        Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent. Nor is
+        it by a rank that has left out a backward pass of DistributedDataParallel, and has no new gradients.
 
         Args:
             judged: the gradients that the verdict is for, with the members of their optimizers.
@@ -124,7 +148,9 @@ class OverflowAgreement:
             RuntimeError: ranks that reduce gradients together have scaled them for different losses, or step
                 different optimizers.
         """
-        if self.has_groups:
+        # A hook of an output may be dropped, by an in-place write to a view, though a backward pass has run.
+        is_left_out = self.verdicts.are_without_gradients and not any(each.present() for _, each in judged)
+        if self.has_groups and not is_left_out:
             self._agree_over(judged, pending)
         for scaler in pending:
             scaler.update()
@@ -170,6 +196,12 @@ class OverflowAgreement:
         """The number of optimizers whose overflows a verdict distinguishes; stages of a pipeline step as one."""
         return 1 if self.agrees_together else max(len(self._members), 1)
 
+    @property
+    def _same(self) -> int:
+        """The number of numbers in a verdict that have to be the same on all ranks; the vector has them twice."""
+        losses = len(self._scalers)
+        return losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
+
     def _place_of(self, members: Members) -> int:
         places = {id(each): place for place, each in enumerate(self._members)}
         return 0 if self.agrees_together else places[id(members)]
@@ -207,13 +239,8 @@ class OverflowAgreement:
             self._agrees_in_steps = self.stages.are_replicas or (bool(averaging) and not wrappers)
             found = sorted([*found, *averaging], key=lambda group: str(group.group_name))
             self._groups = key, groups_of(meshes_of(stepped), self.stages.group, *found)
-            self._reduce_over(self._groups[1])
+            self.verdicts.groups = self._groups[1]
         return self._groups[1]
-
-    def _reduce_over(self, groups: Sequence[Group]) -> None:
-        losses = len(self._scalers)
-        numbers = losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
-        self.verdicts.groups, self.verdicts.size = groups, self._slots + 2 * losses + 2 * numbers
 
     def _stepped(self) -> list[nn.Parameter]:
         for members in self._members:

@@ -144,10 +144,10 @@ class Ranks:
             if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
                 ranks._on_wrapping(module, name, submodule)
 
-        def on_event(event: Event, wrapper: Any) -> None:
+        def on_event(event: Event, wrapper: Any, output: Any) -> None:
             ranks = known()
             if ranks is not None:
-                ranks._on_event(event, wrapper)
+                ranks._on_event(event, wrapper, output)
 
         removals: list[Undo] = []
         weakref.finalize(self, _call_all, removals).atexit = False
@@ -172,7 +172,7 @@ class Ranks:
                 self._check_same_under(wrapper)
             self._making = weakref.ref(wrapper), {id(tensor): _version_of(tensor) for tensor in _tensors_of(module)}
 
-    def _on_event(self, event: Event, wrapper: Any) -> None:
+    def _on_event(self, event: Event, wrapper: Any, output: Any) -> None:
         if event is Event.MADE:
             making, self._making = self._making, None
             if making is not None and making[0]() is wrapper:
@@ -181,11 +181,14 @@ class Ranks:
             if wrapper in self._wrappers.with_status(WrapperStatus.AGREED):
                 self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
                 self._send_scales(wrapper, wrapper._authoritative_rank)
+        elif event is Event.RETURNED:
+            if self._wrappers.is_around(wrapper) and not self.overflow.stages.are_named:
+                self.overflow.verdicts.after_forward_of_wrapper(output)
         elif self._wrappers.is_around(wrapper):
             if self.reduces_in_float32:
                 reduce_in_float32(wrapper)
             if event is Event.CALLED:
-                self.overflow.before_forward(wrapper)
+                self.overflow.before_forward_of_wrapper(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
         # DistributedDataParallel has broadcast the tensors whose version has changed, also on the sending rank.
