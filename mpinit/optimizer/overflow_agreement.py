@@ -80,7 +80,7 @@ class OverflowAgreement:
             RuntimeError: see :meth:`agree`. Or this rank has left out a backward pass that others have run.
         """
         is_owed = bool(self.verdicts.groups) and self.verdicts.expect(module)
-        if not is_owed:
+        if not is_owed or not self._scalers[0].rule.skips:
             return
         # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
         first = next(module.parameters(), None)

@@ -260,10 +260,10 @@ class Collectives(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def sent(name: str, level: str | None, losses: int = 1) -> Counter[str]:
+def sent(name: str, level: str | None, losses: int = 1, **more: Any) -> Counter[str]:
     """Count what a step sends, by mpinit or in plain torch."""
     engine = engines.ENGINES[name]
-    more = {"num_losses": losses, "loss_scale": "dynamic"}
+    more = {"num_losses": losses, "loss_scale": "dynamic"} | more
     if level is None:
         model = runs = engine.wrap(engine.network(), None)
         optimizer = engines.sgd(model.parameters())
@@ -305,3 +305,10 @@ def test_collectives_of_a_step(name: str, losses: int, count: int) -> None:
     assert plain, "nothing was counted"
     assert ours - plain == Counter({"allreduce": count} if count else {}), (ours, plain)
     assert not plain - ours
+
+
+@ranks(4, ("fsdp by layer",), long=[("hsdp",), ("tp",), ("tp fsdp",)])
+def test_nothing_is_sent_where_no_step_is_skipped(name: str) -> None:
+    """Count with a static scale and without skips: no overflow is to be agreed on."""
+    ours, plain = sent(name, "O4", loss_scale=1.0, skip_nonfinite=False), sent(name, None)
+    assert ours == plain, (ours, plain)
