@@ -149,8 +149,8 @@ class OverflowAgreement:
                 different optimizers.
         """
         # A hook of an output may be dropped, by an in-place write to a view, though a backward pass has run.
-        is_left_out = self.verdicts.are_without_gradients and not any(each.present() for _, each in judged)
-        if self.has_groups and not is_left_out:
+        lacks_gradients = self.verdicts.are_without_gradients and not any(each.present() for _, each in judged)
+        if self.has_groups and not lacks_gradients:
             self._agree_over(judged, pending)
         for scaler in pending:
             scaler.update()
