@@ -12,6 +12,8 @@ from ..torch_internals.bulk import grads_of
 from .agreement import Group, device_for
 from .sharding import is_sharded, local, redistribute_like
 
+# Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call.
+_SMALL: Final = 1 << 14
 _NOT_FINITE: Final = (
     "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "
     "error_if_nonfinite=False to let the step be skipped where that is to happen"
@@ -38,10 +40,7 @@ def clip_own_grad_norm_(
     if not narrow:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     order = float(norm_type)
-    if any(gradient.is_sparse or not gradient.numel() for gradient in narrow):
-        norms = [_norm(gradient, order) for gradient in narrow]
-    else:
-        norms = list(torch._foreach_norm(narrow, order, dtype=torch.float32))
+    norms = _norms_of_narrow(narrow, order)
     norms += [_norm(gradient, order) for gradient in gradients if gradient.dtype not in LOWER_PRECISION]
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(
@@ -115,6 +114,22 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
         return None, ()
     dims = tuple(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard())
     return parameter.device_mesh, dims
+
+
+def _norms_of_narrow(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Compute float32 norms of 16-bit gradients; of small ones together, because torch has no call for many of them."""
+    if any(gradient.is_sparse or not gradient.numel() for gradient in gradients):
+        return [_norm(gradient, order) for gradient in gradients]
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    large = []
+    for gradient in gradients:
+        # The norm of order 0 counts numbers, and is no norm of norms.
+        if order > 0 and gradient.numel() <= _SMALL and type(gradient) is torch.Tensor:
+            together.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        else:
+            large.append(gradient)
+    norms = list(torch._foreach_norm(large, order, dtype=torch.float32)) if large else []
+    return norms + [_norm(torch._C._nn.flatten_dense_tensors(small), order) for small in together.values()]
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:

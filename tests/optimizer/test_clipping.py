@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from loops import HALVES, backward, batches, gradients, masters, mlp, mse, plain_sgd, poison, same, started
+from session_device import placed
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import mpinit
@@ -56,14 +58,18 @@ KEPT_IN_16_BIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, 0.0, math.inf])
 @pytest.mark.parametrize("kind", KEPT_IN_16_BIT)
 def test_norm_of_16_bit_gradients_is_float32s(kind: str, norm_type: float, foreach: bool | None) -> None:
-    """Clip gradients whose norm float16 cannot hold, and of which bfloat16 sums would lose most."""
-    model = mlp()
+    """Clip gradients whose norm float16 cannot hold, and of which bfloat16 sums would lose most; small and large."""
+
+    def network() -> nn.Module:
+        return nn.Sequential(*mlp(), placed(nn.Linear(3, 6000)))
+
+    model = network()
     optimizer = plain_sgd(model.parameters())
     mpinit.initialize(model, optimizer, verbosity=0, **KEPT_IN_16_BIT[kind])
-    reference = mlp()
+    reference = network()
     generator = torch.Generator().manual_seed(0)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         ours.grad = (30000 + 20000 * torch.rand(ours.shape, generator=generator)).to(ours)
