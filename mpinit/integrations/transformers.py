@@ -151,7 +151,7 @@ def _listed(model: Any, dtype: torch.dtype | None) -> list[str]:
 
 
 # Under these names modules of PEFT have modules of the model itself.
-_OF_THE_MODEL = ("base_layer", "base_model", "model", "original_module", "modules_to_save")
+_OF_THE_MODEL = ("base_layer", "base_model", "model", "original_module", "modules_to_save", "ln_tuning_layers")
 
 
 def _tuned(model: Any) -> list[str]:
@@ -164,6 +164,9 @@ def _tuned(model: Any) -> list[str]:
         if is_added:
             own = module.named_parameters(path, recurse=False)
             found += [name for name, weight in own if weight.requires_grad]
+            # VeRA's matrices, beside which its trained vectors compute.
+            buffers = module.named_buffers(path, recurse=False)
+            found += [name for name, buffer in buffers if buffer.is_floating_point()]
         for name, child in module.named_children():
             pending.append((f"{path}.{name}" if path else name, child, is_added and name not in _OF_THE_MODEL))
     return found

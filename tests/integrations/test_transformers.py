@@ -338,6 +338,31 @@ def test_trained_layers_beside_adapters_are_16_bit_with_masters(
     assert {p.dtype for p in mpinit.master_params(optimizer)} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", ["VeRA", "copies of norms"])
+def test_tuners_with_buffers_and_with_copies_of_norms_train_as_in_float32(
+    kind: str, level: str, tmp_path: Path
+) -> None:
+    import peft
+
+    losses = []
+    for given in (None, {"opt_level": level, "init_loss_scale": 256.0}):
+        torch.manual_seed(0)
+        task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+        vera = peft.VeraConfig(r=2, target_modules=["q_proj"], **task)
+        asked = vera if kind == "VeRA" else peft.LNTuningConfig(target_modules=["input_layernorm"], **task)
+        model = peft.get_peft_model(tiny_model("llama"), asked)
+        before = copy.deepcopy(model.state_dict())
+        losses.append(trained("llama", tmp_path, given, model=model).evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and changed <= {name for name, weight in model.named_parameters() if weight.requires_grad}
+    narrow = torch.float16 if level == "O2" else torch.bfloat16
+    assert {model.get_parameter(name).dtype for name in changed} == {torch.float32 if kind == "VeRA" else narrow}
+
+
 @pytest.mark.parametrize(("level", "kept"), [("O2", True), ("O5", False), ("O1", False)])
 def test_modules_that_transformers_lists_stay_float32(
     level: str, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
