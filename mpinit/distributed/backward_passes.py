@@ -12,10 +12,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
+from ..basics.patching import Undo
 from .agreement import Group
+from .forward_hooks import ForwardHook
 
 _POLL: Final = 0.01
 # How many sessions there were on a group: all ranks of the group call initialize for them in the same order.
@@ -58,6 +61,10 @@ class BackwardPasses:
         for group in groups:
             number = _SESSIONS[group] = _SESSIONS.get(group, 0) + 1
             self._keys[group] = f"mpinit session {number}"
+
+    def follow(self, model: nn.Module) -> Undo:
+        """Watch for the backward pass of each forward of a model; return the function that ends that."""
+        return model.register_forward_hook(_AfterForward(self), prepend=True).remove
 
     def before_forward(self) -> None:
         """Compare unless further forwards are usual before a backward pass; see :meth:`compare`."""
@@ -115,6 +122,16 @@ class BackwardPasses:
         store, key = group.get_group_store(), f"{self._keys[group]} {what} {rank}"
         # Without the check, get() would wait for the key.
         return int(store.get(key)) if store.check([key]) else 0
+
+
+class _AfterForward(ForwardHook[BackwardPasses]):
+    """A forward hook that calls :meth:`BackwardPasses.after_forward`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Call it with the output."""
+        passes = self.owner()
+        if passes is not None:
+            passes.after_forward(output)
 
 
 def call_in_backward(output: Any, function: Callable[[], None]) -> bool:

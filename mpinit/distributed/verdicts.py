@@ -1,14 +1,11 @@
 """The verdict of all ranks: one collective a group, at points that every rank reaches equally often."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..basics.patching import Undo
-from ..torch_internals.running import current_pass, is_eager
 from .agreement import Group, device_for
 from .backward_passes import BackwardPasses, call_in_backward
 from .replicas import is_joining
@@ -98,53 +95,3 @@ class Verdicts:
         # torch sets it in each forward: False inside of no_sync().
         synced = all(wrapper.require_forward_param_sync for wrapper in wrappers)
         return synced and all(group.reduce_grads for group in self.fsdp_groups)
-
-
-def follow_forwards(module: nn.Module, before: Any, after: Any) -> list[Undo]:
-    """Call ``before.before_forward`` and ``after.after_forward`` at a module's forwards; return functions to end that.
-
-    All ranks call these forwards equally often. The hooks run before those of FSDP2, which gather parameters in the
-    forward, and in the backward pass.
-    """
-    return [
-        module.register_forward_pre_hook(_BeforeForward(before), prepend=True).remove,
-        module.register_forward_hook(_AfterForward(after), prepend=True).remove,
-    ]
-
-
-class _ForwardHook:
-    """A hook of a forward; in a copy of the module it does nothing."""
-
-    def __init__(self, follower: Any) -> None:
-        self._follower = None if follower is None else weakref.ref(follower)
-
-    def follower(self) -> Any:
-        """Return the object; None if torch.compile traces the forward, or a backward pass computes it again."""
-        if torch.compiler.is_compiling() or self._follower is None or current_pass() != -1 or not is_eager():
-            return None
-        # DistributedDataParallel around the module has reported its own forward.
-        is_inside = nn.parallel.DistributedDataParallel._active_ddp_module is not None
-        return None if is_inside else self._follower()
-
-    def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-class _BeforeForward(_ForwardHook):
-    """A hook that calls ``before_forward``."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call it with the module."""
-        follower = self.follower()
-        if follower is not None:
-            follower.before_forward(module)
-
-
-class _AfterForward(_ForwardHook):
-    """A hook that calls ``after_forward``."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Call it with the output."""
-        follower = self.follower()
-        if follower is not None:
-            follower.after_forward(output)

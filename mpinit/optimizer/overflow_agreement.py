@@ -10,10 +10,11 @@ from torch import nn
 from ..basics.modules import modules_of
 from ..basics.patching import Undo
 from ..distributed.agreement import Group, groups_of, meshes_of
+from ..distributed.forward_hooks import ForwardHook
 from ..distributed.replicas import hooks_of, is_joining, reduced_by
 from ..distributed.sharding import groups_of_fsdp, is_sharded
 from ..distributed.stages import Stages
-from ..distributed.verdicts import Verdicts, follow_forwards
+from ..distributed.verdicts import Verdicts
 from ..model.boundary import ForwardGuard
 from ..scaling.scaler import LossScaler
 from .gradients import Gradients
@@ -71,7 +72,8 @@ class OverflowAgreement:
         if not follows:
             return []
         self.verdicts.passes.compare_over(self.verdicts.groups)
-        return [undo for model in models for undo in follow_forwards(model, self, self.verdicts.passes)]
+        undos: list[Undo] = [self.verdicts.passes.follow(model) for model in models]
+        return undos + [model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove for model in models]
 
     def before_forward(self, module: nn.Module) -> None:
         """Join the verdict of ranks that step, if one is owed, before a forward runs collectives.
@@ -257,6 +259,16 @@ class OverflowAgreement:
                 "average their 16-bit weights, and not the float32 masters: make PostLocalSGDOptimizer("
                 "optimizer, averager) first, and pass that to mpinit.initialize and mpinit.scale_loss"
             )
+
+
+class _BeforeForward(ForwardHook[OverflowAgreement]):
+    """A forward pre-hook that calls :meth:`OverflowAgreement.before_forward`."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Call it with the module."""
+        agreement = self.owner()
+        if agreement is not None:
+            agreement.before_forward(module)
 
 
 def _check_same_losses_and_optimizers(differ: Sequence[bool], losses: int) -> None:
