@@ -118,12 +118,20 @@ def union(names: Iterable[str], groups: Iterable[Group]) -> list[str]:
     return sorted(found)
 
 
+def store_of(group: Group) -> Any:
+    """Return the store of a group, in which ranks read and write keys without a collective."""
+    store = group.get_group_store()
+    # Groups of backends outside of torch have none of their own; torch keeps it beside them.
+    distributed: Any = torch.distributed
+    return distributed.distributed_c10d._get_process_group_store(group) if store is None else store
+
+
 def ranks_agree(words: str, group: Group) -> bool:
     """Return whether every rank of a group passes the same ``words`` within a timeout.
 
     Ranks compare through the group's store, not by a collective: ranks with other words may never call one.
     """
-    store, distributed = group.get_group_store(), torch.distributed
+    store, distributed = store_of(group), torch.distributed
     store.set(f"{words} {distributed.get_rank(group)}", "")
     awaited = [f"{words} {rank}" for rank in range(distributed.get_world_size(group))]
     # Not by wait(): each kind of store raises another error after a timeout, and TCPStore logs warnings, too.

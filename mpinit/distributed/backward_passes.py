@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
 from ..basics.patching import Undo
-from .agreement import Group
+from .agreement import Group, store_of
 from .forward_hooks import ForwardHook
 
 _POLL: Final = 0.01
@@ -102,7 +102,7 @@ class BackwardPasses:
         own = distributed.get_rank(group)
         ranks = distributed.get_process_group_ranks(group)
         waiting = [rank for rank in range(len(ranks)) if rank != own]
-        store = group.get_group_store()
+        store = store_of(group)
         end = time.monotonic() + store.timeout.total_seconds()
         while waiting:
             for rank in waiting:
@@ -116,10 +116,10 @@ class BackwardPasses:
     def _write(self, what: str) -> None:
         for group in self.groups:
             rank = torch.distributed.get_rank(group)
-            group.get_group_store().set(f"{self._keys[group]} {what} {rank}", str(self._forwards))
+            store_of(group).set(f"{self._keys[group]} {what} {rank}", str(self._forwards))
 
     def _read(self, group: Group, what: str, rank: int) -> int:
-        store, key = group.get_group_store(), f"{self._keys[group]} {what} {rank}"
+        store, key = store_of(group), f"{self._keys[group]} {what} {rank}"
         # Without the check, get() would wait for the key.
         return int(store.get(key)) if store.check([key]) else 0
 

@@ -205,7 +205,7 @@ def test_parameter_with_the_id_of_a_freed_one_is_stepped_by_another_optimizer() 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("O0", "O1")])
 @pytest.mark.parametrize("which", ["0.weight", "1.weight"])
 def test_swap_tensors_after_a_step_trains_the_new_numbers(kind: str, which: str) -> None:
-    """torch.utils.swap_tensors exchanges ``grad_dtype``, too: the next gradient is 16-bit."""
+    """Exchange a weight's ``grad_dtype``, too: its next gradient is 16-bit."""
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         chance = torch.Generator().manual_seed(0)

@@ -187,7 +187,7 @@ def picture() -> dict[str, int]:
 # The one class whose methods are patched at every level: a wrapper may be older than the session, see
 # mpinit/distributed/replicas.py.
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
-PATCHED = {f"{_DDP}.{name}" for name in ("__init__", "_pre_forward", "join_hook")}
+PATCHED = {f"{_DDP}.{name}" for name in ("__init__", "_pre_forward", "_post_forward", "join_hook")}
 
 
 @pytest.mark.parametrize("kind", ["O0", "O2", "O3", "split", "model", "int8"])
