@@ -393,6 +393,56 @@ def test_lists_of_parts_and_strict_ones_count() -> None:
     assert len(_listed(model, torch.float16)) == 4 and len(_listed(model, torch.bfloat16)) == 2
 
 
+class VideoDenoiser(torch.nn.Module):
+    """A transformer of Diffusers that denoises, with its loss, as Trainer expects it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "rope_max_seq_len": 32}
+        widths = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32}
+        self.net = needs("diffusers").WanTransformer3DModel(patch_size=(1, 2, 2), **sizes, **widths)
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        noise = torch.sin(31.0 * latents)
+        found = self.net(latents + noise, timestep, text, return_dict=False)[0]
+        return {"loss": (found.float() - noise.float()).square().mean()}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_modules_that_diffusers_lists_stay_float32(level: str, tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+    data = [
+        {
+            "latents": torch.randn(4, 2, 8, 8, generator=chance),
+            "timestep": torch.randint(1000, (), generator=chance),
+            "text": torch.randn(5, 16, generator=chance),
+        }
+        for _ in range(32)
+    ]
+
+    def losses(level: str | None) -> tuple[VideoDenoiser, float]:
+        model = VideoDenoiser()
+        trainer = Trainer(model, settings(tmp_path), train_dataset=data)
+        if level is not None:
+            enable(trainer, level, verbosity=0)
+        trainer.train()
+        with torch.no_grad():
+            batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+            return model, model(**batch)["loss"].item()
+
+    model, loss = losses(level)
+    listed = model.net._keep_in_fp32_modules
+    assert listed
+    dtypes = {name: parameter.dtype for name, parameter in model.net.named_parameters()}
+    kept = {name for name in dtypes if set(listed) & set(name.split("."))}
+    narrow = torch.float16 if level == "O2" else torch.bfloat16
+    # Diffusers' own list is for float16 and bfloat16 alike; Transformers' list of this name for float16 alone.
+    assert kept and {dtypes[name] for name in dtypes if name not in kept} == {narrow}
+    assert {dtypes[name] for name in kept} == {torch.float32}
+    assert loss == pytest.approx(losses(None)[1], rel=0.02)
+
+
 def test_every_model_of_model_init_is_initialised(tmp_path: Path) -> None:
     made: list[Any] = []
 
