@@ -20,8 +20,6 @@ from .selection import is_parameter
 
 # Elements of a tensor that are compared at a time.
 _PIECE = 1 << 18
-# Tensors of at most this many elements are concatenated, and their largest value is searched in one call.
-_SMALL = 1 << 12
 
 
 @dataclass(eq=False)
@@ -369,11 +367,6 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     found = set()
     for (_, _, dtype), members in groups.items():
         limit = torch.finfo(dtype).max
-        small = [part for _, part in members if part.numel() <= _SMALL]
-        if len(small) > 1 and float(torch._C._nn.flatten_dense_tensors(small).abs().max()) <= limit:
-            members = [member for member in members if member[1].numel() > _SMALL]
-        if not members:
-            continue
         # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
         norms = torch._foreach_norm([part for _, part in members], float("inf"))
         for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):

@@ -33,7 +33,7 @@ def test_weight_beyond_float16_is_found_beside_nan_and_inf_of_others(hidden: flo
     with pytest.warns(UserWarning, match=r"3\.bias are beyond") as caught:
         start(model, "O2", torch.float16)
     assert len(caught) == 1 and model[3].bias[0].item() == 65504.0
-    same([model[0].bias.detach()[:1].float()], [torch.tensor([hidden])])
+    same([model[0].bias.detach()[:1].float().cpu()], [torch.tensor([hidden])])
 
 
 def growing(start: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
