@@ -81,6 +81,10 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
         Setup(loss_scale="dynamic", **SPLIT),
         [("backward", 0), ("group append", 1), ("overflow", 0), ("backward", 0)],
     ),
+    "a 0 is written through numpy to a split weight whose data was used": (
+        Setup(loss_scale="dynamic", **SPLIT | {"optimizers": 1}),
+        [("backward", 0), ("hook before", 0), ("write numpy", 232)],
+    ),
     "a weight is written back to what it was at the last step": (
         Setup(loss_scale="dynamic", **FULL),
         [("hook before", 0), ("write foreach", 8098776), ("hook before", 0)],

@@ -171,6 +171,8 @@ class Run:
         self.remainders: dict[str, torch.Tensor] = {}
         # The names of weights with a write that torch has counted since the last step.
         self.counted: set[str] = set()
+        # The names of weights whose ``data`` was used: from then on any 0 in them counts as written.
+        self.touched: set[str] = set()
         # The names of weights that were written to in a way that torch does not count.
         self.uncounted: set[str] = set()
         # Of full masters: what a weight was before it was written to, and what it has become.
@@ -296,14 +298,16 @@ class Run:
     def written(self, name: str, counted: bool = True) -> None:
         """Record that a weight was written to, in a way that torch counts or not.
 
-        If torch has counted no write to a split weight since the last step, a 0 in it keeps positive low bits.
+        If torch has counted no write to a split weight since the last step, and its ``data`` was never used, a 0 in it
+        keeps positive low bits.
         """
         if counted:
             self.counted.add(name)
+        is_exact = name in self.counted or name in self.touched
         held, number = self.weight(name).detach(), self.by_hand[name]
         if self.splits(name):
             low = self.remainders.setdefault(name, remainder(number.detach()))
-            low = torch.where((held == 0) | held.isinf(), 0 if name in self.counted else low.clamp(min=0), low)
+            low = torch.where((held == 0) | held.isinf(), 0 if is_exact else low.clamp(min=0), low)
             number.copy_((held.float().view(torch.int32) + low).view(torch.float32))
         elif name in self.mastered:
             first, after = self.firsts.get(name, (number, number))

@@ -221,6 +221,8 @@ def _write(run: Run, pick: Pick, how: str) -> None:
         with torch.no_grad():
             WRITES[how](run.weight(at[0]), at[1], at[2])
         is_counted = how not in ("numpy", "view", "exchange")
+        if how in ("data", "data =", "vector"):
+            run.touched.add(at[0])
         run.written(at[0], is_counted)
         if not is_counted:
             run.uncounted.add(at[0])
@@ -300,6 +302,7 @@ def _hook(run: Run, pick: Pick, when: str) -> None:
         if when == "after":
             run.step_by_hand(index)
         run.weight(at[0]).data[at[1]] = at[2]
+        run.touched.add(at[0])
         run.written(at[0])
         if when == "before":
             run.step_by_hand(index)
