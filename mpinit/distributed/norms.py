@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
-from ..torch_internals.bulk import grads_of
+from ..torch_internals.bulk import grads_of, in_fewer_tensors
 from .agreement import Group, device_for
 from .sharding import is_sharded, local, redistribute_like
 
-# Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call.
-_SMALL: Final = 1 << 14
 _NOT_FINITE: Final = (
     "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "
     "error_if_nonfinite=False to let the step be skipped where that is to happen"
@@ -117,19 +115,12 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _norms_of_narrow(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Compute float32 norms of 16-bit gradients; of small ones together, because torch has no call for many of them."""
+    """Compute float32 norms of 16-bit gradients; on a CPU of small ones together."""
     if any(gradient.is_sparse or not gradient.numel() for gradient in gradients):
         return [_norm(gradient, order) for gradient in gradients]
-    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    large = []
-    for gradient in gradients:
-        # The norm of order 0 counts numbers, and is no norm of norms.
-        if order > 0 and gradient.numel() <= _SMALL and type(gradient) is torch.Tensor:
-            together.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        else:
-            large.append(gradient)
-    norms = list(torch._foreach_norm(large, order, dtype=torch.float32)) if large else []
-    return norms + [_norm(torch._C._nn.flatten_dense_tensors(small), order) for small in together.values()]
+    # The norm of order 0 counts numbers, and is no norm of norms.
+    fewer = in_fewer_tensors(gradients) if order > 0 else gradients
+    return list(torch._foreach_norm(list(fewer), order, dtype=torch.float32))
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Concatenate, Final, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from ..distributed.sharding import is_distributed, is_sharded, local
 from ..masters.masters import Masters
 from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
-from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, versions_of
+from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, in_fewer_tensors, versions_of
 from ..torch_internals.one_pass import native
 from ..torch_internals.running import is_eager, reads_without_sync
 from . import gradient_state as states
@@ -24,9 +24,6 @@ from .gradient_state import EMPTY, GradientState, Marks, Phase
 # references keep other tensors from getting their ids.
 Done = dict[int, torch.Tensor]
 P = ParamSpec("P")
-
-# Elements of a gradient up to which copying it into a flat buffer is cheaper than one more kernel call.
-_SMALL: Final = 1 << 14
 
 
 class Gradients:
@@ -478,11 +475,7 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
             return bool(found)
     if not are_alike(gradients):
         return False
-    small = [gradient for gradient in gradients if gradient.numel() <= _SMALL]
-    sums = [gradient.sum() for gradient in gradients if gradient.numel() > _SMALL]
-    if small:
-        sums.append(torch._C._nn.flatten_dense_tensors(small).sum())
-    return all(math.isfinite(each.item()) for each in sums)
+    return all(math.isfinite(each.sum().item()) for each in in_fewer_tensors(gradients))
 
 
 def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -24,6 +24,8 @@ _DEVICE: Final[Any] = torch.Tensor.get_device
 _FLOAT32: Final = {torch.float32}
 _NO: Final = {False}
 _PLAIN: Final = {torch.Tensor}
+# Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call on a CPU.
+_SMALL: Final = 1 << 14
 
 # Exhausts an iterator without running Python code for each element.
 consume: Final = deque[Any](maxlen=0).extend
@@ -172,3 +174,19 @@ def are_alike(gradients: Sequence[torch.Tensor]) -> bool:
         and set(map(_IS_SPARSE, gradients)) == _NO
         and len(set(map(_DEVICE, gradients))) == 1
     )
+
+
+def in_fewer_tensors(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Concatenate small gradients on the CPU, for operations that run one kernel per tensor there.
+
+    Returns:
+        The other gradients, and one flat tensor of the small ones of each dtype.
+    """
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    found = []
+    for gradient in gradients:
+        if gradient.numel() <= _SMALL and type(gradient) is torch.Tensor and gradient.is_cpu:
+            small.setdefault(gradient.dtype, []).append(gradient)
+        else:
+            found.append(gradient)
+    return found + [torch._C._nn.flatten_dense_tensors(each) for each in small.values()]
