@@ -8,7 +8,7 @@ import collections
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,22 @@ from .input_classes import REGISTERED, registered_cast
 TensorCast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 # Types that are neither walked nor cast.
 _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
+
+
+def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or results, also inside containers, which :func:`cast_tree` lists."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, tuple):
+        parts = tree
+    elif isinstance(tree, (list, MutableMapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type)):
+        parts = _parts_of(tree).values()
+    elif type(tree) in SUPPORTED_NODES:
+        parts = SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0]
+    for part in parts if depth else ():
+        yield from tensors_in(part, depth - 1)
 
 
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:

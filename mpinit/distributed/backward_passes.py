@@ -7,16 +7,15 @@ for one another until the group's timeout, or train on wrong numbers.
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
 from ..basics.patching import Undo
+from ..basics.trees import tensors_in
 from .agreement import Group, store_of
 from .forward_hooks import ForwardHook
 
@@ -128,7 +127,7 @@ class _AfterForward(ForwardHook[BackwardPasses]):
     """A forward hook that calls :meth:`BackwardPasses.after_forward`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Call it with the output."""
+        """Call the method with the output."""
         passes = self.owner()
         if passes is not None:
             passes.after_forward(output)
@@ -139,7 +138,7 @@ def call_in_backward(output: Any, function: Callable[[], None]) -> bool:
 
     It is called before hooks that are registered later, such as FSDP2's.
     """
-    outputs = [leaf for leaf in _tensors_of(output) if leaf.requires_grad]
+    outputs = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
 
     def hook(gradient: torch.Tensor) -> None:
         function()
@@ -148,11 +147,3 @@ def call_in_backward(output: Any, function: Callable[[], None]) -> bool:
     for each in outputs:
         each.register_hook(hook)  # type: ignore[no-untyped-call]
     return bool(outputs)
-
-
-def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_of([getattr(leaf, field.name, None) for field in fields(leaf)])

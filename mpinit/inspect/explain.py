@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..basics.trees import tensors_in
 from ..session import Session
 from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, same_random_numbers
-from .numbers import tensors_in
 from .precision_report import PrecisionReport, Recording
 
 Loss = Callable[[Any], torch.Tensor]

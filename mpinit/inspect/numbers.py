@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.dtypes import dtype_name
+from ..basics.trees import tensors_in
 from ..session import Session
 
 # Number of elements in a sample of a tensor.
@@ -45,20 +46,6 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
     low, high = (float(kept.min()), float(kept.max())) if kept.numel() else (0.0, 0.0)
     bad = values.numel() - kept.numel()
     return TensorStats(tensor.dtype, tuple(tensor.shape), low, high, max(abs(low), abs(high)), bad)
-
-
-def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or results, also inside tuples, lists, dicts and dataclasses."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-        return
-    items: Any = tree if isinstance(tree, (tuple, list)) else ()
-    if isinstance(tree, dict):
-        items = tree.values()
-    elif hasattr(tree, "__dataclass_fields__"):
-        items = vars(tree).values()
-    for item in items if depth else ():
-        yield from tensors_in(item, depth - 1)
 
 
 def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:

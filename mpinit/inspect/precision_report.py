@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name
 from ..basics.tables import bytes_text, counted, plain_table
+from ..basics.trees import tensors_in
 from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 from ..session import Session
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.operations import caller_of_operation
-from .numbers import tensors_in
 from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 # Operations that return a view and compute nothing.

@@ -265,7 +265,7 @@ class _BeforeForward(ForwardHook[OverflowAgreement]):
     """A forward pre-hook that calls :meth:`OverflowAgreement.before_forward`."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call it with the module."""
+        """Call the method with the module."""
         agreement = self.owner()
         if agreement is not None:
             agreement.before_forward(module)
