@@ -75,10 +75,10 @@ class ForwardCasts:
                 if depth > 1:
                     torch.clear_autocast_cache()  # torch's cache is keyed by the weight, not by the dtype
         torch.set_autocast_cache_enabled(any_on)
-        outside = thread.forwards[-1][2] if thread.forwards else 0
         thread.forwards.append((state, depth - 1, depth))
         if not self.has_trained and torch.is_grad_enabled():
             self.has_trained = True
+            outside = thread.forwards[-2][2] if len(thread.forwards) > 1 else 0
             if not any_on and depth - 1 > outside:
                 try:
                     _warn_of_block()
