@@ -21,7 +21,7 @@ STEPS, RANK, CYCLE = 4, 1, 1
 ENGINES = engines.ENGINES | {"ddp two losses": replace(engines.ENGINES["ddp"], micros=2)}
 NAMES = ("ddp", "ddp two losses", "ddp no_sync", "fsdp by layer", "fsdp unsynced", "hsdp", "tp", "tp fsdp")
 STYLES = {"scale_loss": ("O2", "O5"), "GradScaler": ("O2",), "plain": ("O5",)}
-# In plain torch ranks wait for one another there until the group's timeout: a backward pass gathers and reduces, and
+# In plain torch ranks wait there until the group's timeout, or gloo ends them: a backward pass gathers and reduces, and
 # DistributedDataParallel reduces in a later pass what it has prepared for in a forward without a backward.
 WAITS_IN_TORCH = {(name, "backward") for name in NAMES if name not in ("ddp", "ddp two losses")}
 CELLS = [
@@ -42,6 +42,24 @@ def cycles_of(what: str) -> int:
     return STEPS + (dist.get_rank() == RANK and what != "step")
 
 
+def backward(style: str, loss: Any, optimizer: Any, scaler: Any, loss_id: int = 0) -> None:
+    if style == "GradScaler":
+        scaler.scale(loss).backward()
+    elif style == "plain":
+        loss.backward()
+    else:
+        with mpinit.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+            scaled_loss.backward()
+
+
+def step(style: str, optimizer: Any, scaler: Any) -> None:
+    if style == "GradScaler":
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+
+
 def trained(name: str, style: str, level: str, what: str) -> tuple[engines.State, Any]:
     engine, losses = ENGINES[name], 2 if name == "ddp two losses" else 1
     runs, model, optimizer = engines.pair(engine, level, num_losses=losses)
@@ -54,20 +72,10 @@ def trained(name: str, style: str, level: str, what: str) -> tuple[engines.State
         for number, loss in enumerate(engines.passes(engine, runs, micros)):
             if left_out == "backward":
                 continue
-            if style == "GradScaler":
-                scaler.scale(loss).backward()
-            elif style == "plain":
-                loss.backward()
-            else:
-                with mpinit.scale_loss(loss, optimizer, loss_id=number % losses) as scaled_loss:
-                    scaled_loss.backward()
+            backward(style, loss, optimizer, scaler, number % losses)
         if left_out is not None:
             continue
-        if style == "GradScaler":
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        step(style, optimizer, scaler)
     assert mpinit.step_counts(optimizer) == (STEPS - (what == "step" and dist.get_rank() == RANK), 0)
     engines.assert_one(mpinit.loss_scale(optimizer))
     state = engines.whole(model.state_dict())
@@ -94,21 +102,11 @@ def all_without_backward(name: str, style: str, level: str, end: str) -> tuple[e
         for loss in engines.passes(engine, runs, micros):
             if index == CYCLE:
                 continue
-            if style == "GradScaler":
-                scaler.scale(loss).backward()
-            elif style == "plain":
-                loss.backward()
-            else:
-                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+            backward(style, loss, optimizer, scaler)
         # Some ranks call a step that has nothing to do.
         if index == CYCLE and (end == "continue" or dist.get_rank() % 2):
             continue
-        if style == "GradScaler" and index != CYCLE:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        step("plain" if index == CYCLE else style, optimizer, scaler)
     state = engines.whole(model.state_dict())
     mpinit.undo(model)
     return state, optimizer
@@ -166,7 +164,7 @@ def test_two_forwards_before_a_backward_pass(name: str) -> None:
         engines.assert_same(contrastive(name, "O0", leaves_out), contrastive(name, None, leaves_out))
 
 
-# Plain torch waits there; mpinit refuses. "ddp no_sync" is as in plain torch: it waits at the end of training only.
+# In plain torch ranks wait there, or gloo ends them; mpinit refuses. "ddp no_sync" is as in plain torch: it waits at the end of training only.
 REFUSED = [
     (name, style, level, end)
     for name, (style, levels), end in itertools.product(NAMES, STYLES.items(), ("continue", "step", "last step"))
@@ -209,20 +207,10 @@ def without_backward(name: str, style: str, level: str, end: str) -> None:
             for loss in engines.passes(engine, runs, micros):
                 if left_out:
                     continue
-                if style == "GradScaler":
-                    scaler.scale(loss).backward()
-                elif style == "plain":
-                    loss.backward()
-                else:
-                    with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                        scaled_loss.backward()
+                backward(style, loss, optimizer, scaler)
             if left_out and end in ("continue", "file store"):
                 continue
-            if style == "GradScaler":
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
+            step(style, optimizer, scaler)
     except Exception as error:
         words = str(error)
     end_with(json.dumps((time.monotonic() - start, words)))
