@@ -164,7 +164,8 @@ def test_two_forwards_before_a_backward_pass(name: str) -> None:
         engines.assert_same(contrastive(name, "O0", leaves_out), contrastive(name, None, leaves_out))
 
 
-# In plain torch ranks wait there, or gloo ends them; mpinit refuses. "ddp no_sync" is as in plain torch: it waits at the end of training only.
+# In plain torch ranks wait there, or gloo ends them; mpinit refuses. "ddp no_sync" is as in plain torch, where ranks
+# wait at the end of training only.
 REFUSED = [
     (name, style, level, end)
     for name, (style, levels), end in itertools.product(NAMES, STYLES.items(), ("continue", "step", "last step"))
