@@ -26,7 +26,7 @@ from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, set_state
 from ..torch_internals.running import is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
-from .dtype_errors import MethodOutside, explain_inside, method_outside
+from .dtype_errors import MethodOutside, explain_array, explain_inside, method_outside
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection, methods_with_weights
@@ -133,10 +133,15 @@ class PatchedForward(OfModule):
             reason = None
             if self.weights is None and isinstance(error, RuntimeError):
                 reason = boundary.mixed_types(self.module, (args, kwargs))
-            reason = reason or explain_inside(error, boundary, self.module)
+            reason = reason or explain_inside(error, boundary, self.module, self.name)
             if reason is None:
                 raise
             raise RuntimeError(reason) from error
+        except TypeError as error:
+            without_arrays = explain_array(error, self.module, self.name)
+            if without_arrays is None:
+                raise
+            raise TypeError(without_arrays) from error
 
     def _warn_of_onnx(self) -> None:
         """Warn where an ONNX file of layers in 16 bit is being made that onnxruntime often refuses."""

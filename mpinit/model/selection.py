@@ -191,7 +191,7 @@ _CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)
 
 
 def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules and names of methods that read weights without calling the module that has the weights.
+    """Yield the modules and names of methods that read weights or buffers without calling their module.
 
     The names in a method's code are a guess, because torch has no hook for the reading of a parameter. Only the text of
     an error depends on it: a method that is not found fails with torch's own.
@@ -209,17 +209,39 @@ def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> I
             or isinstance(module, nn.ModuleList | nn.ModuleDict)
         ):
             continue
-        own = frozenset(name for name, parameter in module._parameters.items() if parameter is not None)
-        children = {name: frozenset(child._parameters) for name, child in module._modules.items() if child is not None}
+        own, children = _weight_names(module)
         key = kind, own | frozenset(children)
         if key not in known:
             known[key] = _reading_methods(kind, own, children)
         yield from ((module, name) for name in known[key] if name not in vars(module))
 
 
+def _weight_names(module: nn.Module) -> tuple[frozenset[str], dict[str, frozenset[str]]]:
+    """Return the names of a module's own parameters, lists of them and floating buffers; and of each child's."""
+
+    def names(each: nn.Module) -> frozenset[str]:
+        lists = {
+            name for name, child in each._modules.items() if isinstance(child, nn.ParameterList | nn.ParameterDict)
+        }
+        tensors = {**each._parameters, **each._buffers}.items()
+        return frozenset(
+            lists.union(name for name, tensor in tensors if tensor is not None and tensor.is_floating_point())
+        )
+
+    return names(module), {name: names(child) for name, child in module._modules.items() if child is not None}
+
+
+def _reads(read: frozenset[str], own: frozenset[str], children: dict[str, frozenset[str]]) -> bool:
+    return bool(read & own) or any(child in read and read & parameters for child, parameters in children.items())
+
+
+def reads_weights(code: types.CodeType, module: nn.Module) -> bool:
+    """Return whether code names a parameter of a module or of a child of it."""
+    return _reads(frozenset(_names_in(code)), *_weight_names(module))
+
+
 def _reading_methods(kind: type, own: frozenset[str], children: dict[str, frozenset[str]]) -> list[str]:
     """List a class's methods that name a parameter of the module itself or of a child, and those that call these."""
-    found: list[str] = []
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     methods: dict[str, frozenset[str]] = {}
     for base in (base for base in reversed(bases) if not base.__module__.startswith("torch.")):
@@ -230,9 +252,7 @@ def _reading_methods(kind: type, own: frozenset[str], children: dict[str, frozen
             if isinstance(inner, types.FunctionType) and not name.startswith("__"):
                 methods[name] = frozenset(_names_in(inner.__code__))
     methods = {name: read for name, read in methods.items() if not hasattr(nn.Module, name)}
-    for name, read in methods.items():
-        if read & own or any(child in read and read & parameters for child, parameters in children.items()):
-            found.append(name)
+    found = [name for name, read in methods.items() if _reads(read, own, children)]
     for name in found:
         found += [caller for caller, read in methods.items() if name in read and caller not in found]
     return found

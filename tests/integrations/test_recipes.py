@@ -207,6 +207,20 @@ for part in ("model", "ema.ema"):
     for name, value in other.items():
         assert one[name].dtype == value.dtype
         torch.testing.assert_close(one[name], value, rtol=0.02, atol=0.02)
+
+
+def start(trainer):
+    mpinit.initialize(trainer.model, trainer.optimizer, opt_level="O5")
+
+
+model = YOLO("yolo11n.yaml")
+model.add_callback("on_pretrain_routine_end", start)
+try:
+    model.train(data=f"{folder}/data.yaml", amp=False, **names_of(library, folder)["few"])
+except RuntimeError as error:
+    assert "in its method 'loss'" in str(error) and "mpinit.initialize(model.model, ...)" in str(error), error
+else:
+    raise AssertionError("a loss in bfloat16")
 print("done")
 """
 

@@ -7,10 +7,11 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from frameworks import marked_for
-from models import Parts, quietly
+from models import Parts, quietly, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -198,6 +199,154 @@ def test_recurrent_layers_are_named_too() -> None:
     with pytest.raises(RuntimeError, match="'rnn'") as caught:
         quietly(model, "O2")(torch.ones(2, 1, 4))
     assert entry_of(caught) == ["rnn.forward"]
+
+
+class BoxLoss:
+    """A loss beside the layers that writes boxes in place, as that of Ultralytics."""
+
+    def __call__(self, predicted: Tensor, boxes: Tensor) -> Tensor:
+        padded = torch.zeros(len(predicted), 2)
+        padded[torch.ones(len(boxes), dtype=torch.bool)] = boxes
+        return (predicted - padded).square().mean()
+
+
+class Detector(nn.Module):
+    """A model whose forward computes the loss, too, where its input has targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.criterion = BoxLoss()
+
+    def forward(self, x: Any) -> Tensor:
+        return self.loss(x) if isinstance(x, dict) else self.predict(x)
+
+    def predict(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.criterion(self.predict(batch["x"]), batch["boxes"])
+
+
+class Trained(nn.Module):
+    """A model inside of another, which has a small part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.offset = Detector(), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.net({**x, "x": self.offset(x["x"])})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "parts"), [(Detector, "model.layers"), (Trained, "[model.offset, model.net.layers]")])
+def test_a_loss_that_fails_in_forward_is_named_with_the_parts_to_initialize(kind: Any, parts: str, level: str) -> None:
+    batch = {"x": torch.randn(8, 4), "boxes": torch.rand(8, 2)}
+    losses = []
+    for how in ("float32", "whole", "parts"):
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = sgd(model)
+        keywords: dict[str, Any] = {"verbosity": 0, "loss_scale": 1.0, **LEVELS[level]}
+        if how == "whole":
+            mpinit.initialize(model, optimizer, level.partition(",")[0], **keywords)
+            with pytest.raises(RuntimeError, match=r"in its method 'loss' \(in BoxLoss.__call__: test_dtype") as caught:
+                model(batch)
+            found = re.search(r"mpinit\.initialize\((.*), \.\.\.\)", str(caught.value))
+            assert found is not None and found[1] == parts, caught.value
+            continue
+        if how == "parts":
+            named = eval(parts, {"model": model})
+            mpinit.initialize(named, optimizer, level.partition(",")[0], **keywords)
+        for _ in range(20):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_a_forward_of_an_entry_point_is_named() -> None:
+    def sample(self: Any, count: int) -> Tensor:
+        return torch.ones(count, 4) @ self.weight
+
+    kind = type("Sampler", (Parts,), {"sample": sample})
+    model = kind(lambda self, x: x @ self.weight)
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    quietly(model, "O5", entry_points="sample")
+    with pytest.raises(RuntimeError, match="sample of Sampler has failed where float32 tensors meet its bfloat16"):
+        model.sample(2)
+
+
+class Policy(nn.Module):
+    """A policy as Stable-Baselines3's with state-dependent exploration, called with observations of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.log_std = nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) @ self.log_std.exp()
+
+    def actions(self, x: Tensor) -> Tensor:
+        return self(x) + x @ self.log_std
+
+    def predict(self, observation: Any) -> Any:
+        return self.actions(torch.from_numpy(observation)).detach().numpy()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_entry_is_the_method_that_is_called_with_tensors(level: str) -> None:
+    observation = np.ones((2, 4), dtype=np.float32)
+
+    def build(**more: Any) -> Any:
+        return quietly(Policy(), level.partition(",")[0], **LEVELS[level], **more)
+
+    with pytest.raises(RuntimeError, match="'actions' of Policy was called from outside") as caught:
+        model = build()
+        model.predict(observation)
+    assert entry_of(caught) == ["actions"]
+    model = build(entry_points=entry_of(caught))
+    assert model.predict(observation) == pytest.approx(Policy().predict(observation), abs=0.05)
+
+
+def test_an_entry_point_that_makes_an_array_of_bfloat16_is_explained() -> None:
+    def predict(self: Any, x: Any) -> Any:
+        return self.body(torch.from_numpy(x)).detach().numpy()
+
+    model = type("Policy", (Parts,), {"predict": predict})(lambda self, x: self.body(x), body=nn.Linear(4, 4))
+    quietly(model, "O5", entry_points=["predict", "body.forward"])
+    with pytest.raises(TypeError, match=r"predict of Policy makes a NumPy array.*name in entry_points the methods"):
+        model.predict(np.ones((2, 4), dtype=np.float32))
+    mpinit.undo(model)
+    quietly(model, "O5")
+    assert model.predict(np.ones((2, 4), dtype=np.float32)).dtype == np.float32
+
+
+def test_methods_that_read_buffers_and_lists_of_parameters_are_named() -> None:
+    def project(self: Any, x: Tensor) -> Tensor:
+        return x @ self.filters
+
+    def mix(self: Any, x: Tensor) -> Tensor:
+        return x @ self.weights[0]
+
+    kind = type("Filters", (Parts,), {"project": project, "mix": mix})
+    model = kind(lambda self, x: self.mix(self.project(x)))
+    model.weights = nn.ParameterList([torch.ones(4, 4)])
+    model.register_buffer("filters", torch.ones(4, 4))
+    model.register_buffer("counts", torch.ones(4, dtype=torch.int64))
+    quietly(model, "O2")
+    for name in ("project", "mix"):
+        with pytest.raises(RuntimeError, match=f"'{name}' of Filters was called from outside") as caught:
+            getattr(model, name)(torch.ones(1, 4))
+        assert entry_of(caught) == [name]
 
 
 @marked_for("stable_baselines3")
