@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
+from ..torch_internals import products
 from ..torch_internals.bulk import grads_of, in_fewer_tensors
 from .agreement import Group, device_for
-from .sharding import is_sharded, local, redistribute_like
+from .sharding import dense_view, is_sharded, local, redistribute_like
 
 _NOT_FINITE: Final = (
     "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "
@@ -46,7 +47,7 @@ def clip_own_grad_norm_(
     )
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    _clip(gradients, max_norm, total)
     return total
 
 
@@ -66,12 +67,13 @@ def clip_grad_norm_(
     total = total_norm(parameters, norm_type, process_group)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            part = local(parameter.grad)
-            part.mul_(factor.to(part.device))
+    _clip([gradient for gradient in grads_of(parameters) if gradient is not None], max_norm, total)
     return total
+
+
+def _clip(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply gradients in place by ``max_norm / norm`` if the norm is larger, as torch does."""
+    products.multiply_(map(dense_view, gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:

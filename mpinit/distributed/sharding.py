@@ -60,6 +60,18 @@ def local(tensor: Any) -> torch.Tensor:
     return part
 
 
+def dense_view(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a real, dense tensor with a gradient's numbers, in the same memory.
+
+    For a sparse gradient it is the tensor of values, of which several belong to one element if the gradient is not
+    coalesced; for a complex one the real view; for a DTensor the local part.
+    """
+    gradient = local(gradient)
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same part as :func:`local`, detached."""
     part: torch.Tensor = _TENSOR_DETACH(getattr(tensor, "_local_tensor", tensor))

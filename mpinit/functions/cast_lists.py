@@ -62,6 +62,8 @@ _LISTED: Final = frozenset({"cuda", "xpu"})
 _EVERYWHERE: Final = _LISTED | {"cpu"}
 # Devices whose own autocast casts matrix products, also inside another function.
 CASTS_INSIDE: Final = _EVERYWHERE
+# Where torch's autocast runs recurrent networks in float16 whatever its dtype is.
+_CUDNN: Final = frozenset({"cuda"})
 _NOWHERE: Final = frozenset[str]()
 
 _PREFIXES: Final = {
@@ -127,11 +129,12 @@ _LOWER_PRECISION_ROWS: Final = (
     _lower(
         "scaled_dot_product_attention", "F:scaled_dot_product_attention", "F:multi_head_attention_forward", _EVERYWHERE
     ),
-    _lower("lstm", "tV:lstm", arguments=3),
-    _lower("gru", "tV:gru", arguments=3),
+    _lower("lstm", "tV:lstm", native=_LISTED - _CUDNN, arguments=3),
+    _lower("gru", "tV:gru", native=_LISTED - _CUDNN, arguments=3),
     _lower("lstm_cell", "tV:lstm_cell", arguments=2),
     _lower("gru_cell", "tV:gru_cell", arguments=2),
-    *_rows(Cast.LOWER_PRECISION, "tV", "rnn_tanh rnn_relu rnn_tanh_cell rnn_relu_cell", _EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tV", "rnn_tanh rnn_relu", _EVERYWHERE - _CUDNN),
+    *_rows(Cast.LOWER_PRECISION, "tV", "rnn_tanh_cell rnn_relu_cell", _EVERYWHERE),
 )
 
 _UPSAMPLE: Final = (
@@ -156,13 +159,15 @@ _FP32_ROWS: Final = (
     *_rows(Cast.FP32, "tT", "cumsum cumprod renorm dist"),
     _fp32("layer_norm", "t:layer_norm t:native_layer_norm", "F:layer_norm"),
     _fp32("group_norm", "t:group_norm", "F:group_norm"),
-    _fp32("rms_norm", "t:rms_norm", "F:rms_norm"),
+    # Not on the list of torch 2.11.
+    _fp32("rms_norm", "t:rms_norm", "F:rms_norm", _NOWHERE),
     _fp32(
         "norm", "L:vector_norm L:matrix_norm L:norm t:nuclear_norm t:frobenius_norm F:normalize", "tT:norm", _NOWHERE
     ),
     _fp32("pdist", "tF:pdist"),
     _fp32("cdist", "V:cdist", "t:cdist", _EVERYWHERE),
-    _fp32("cosine_similarity", "tF:cosine_similarity", casts_off=True),
+    # The wrapper for the CPU switches the casts of all devices off, so every device needs one.
+    _fp32("cosine_similarity", "tF:cosine_similarity", native=_NOWHERE, casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
     _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
     _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import cast_tree
+from ..torch_internals import cudnn_weights
 from ..torch_internals.native_autocast import call_without_casts, device_types
 from .cast_lists import CASTS_INSIDE, Cast, CastRow
 
@@ -68,6 +69,8 @@ def _renamed(function: Function, original: Function, name: str) -> Function:
 
 def _for_device(row: CastRow, name: str, original: Function, body: Function, device: str) -> Function:
     """Make a function that casts and calls ``body`` while the device's casts are on, and else calls ``original``."""
+    if device == "cuda" and row.name in cudnn_weights.NETWORKS:
+        return _recurrent(row.name, original)
     if row.cast is Cast.LOWER_PRECISION:
         return _lower(row.arguments if device in CASTS_INSIDE else 0, original, body, device)
     if row.cast is Cast.PROMOTE:
@@ -143,6 +146,24 @@ def _lower(leading: int, original: Function, body: Function, device: str) -> Fun
         return body(*args, **kwargs)
 
     return lower_precision_function
+
+
+def _recurrent(name: str, original: Function) -> Function:
+    """Run a recurrent network in bfloat16 on CUDA, where torch's autocast runs it in float16 whatever its dtype is.
+
+    Casts to float16 are torch's own: they copy all weights into cuDNN's buffer at once.
+    """
+
+    def recurrent_function(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cuda")
+        is_here = bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_cuda
+        if not is_here or dtype is torch.float16 or not torch.is_autocast_enabled("cuda"):
+            return original(*args, **kwargs)
+        cast = [_cast(value, dtype, "cuda") for value in args]
+        cudnn_weights.flatten_casts(name, args, cast)
+        return call_without_casts(original, *cast, **{key: _cast(each, dtype, "cuda") for key, each in kwargs.items()})
+
+    return recurrent_function
 
 
 def collect_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:

@@ -3,17 +3,18 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec
 
 import torch
 from torch import nn
 
-from ..distributed.sharding import is_distributed, is_sharded, local
+from ..distributed.sharding import dense_view, is_distributed, is_sharded
 from ..masters.masters import Masters
 from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
+from ..torch_internals import products
 from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, in_fewer_tensors, versions_of
 from ..torch_internals.one_pass import native
 from ..torch_internals.running import is_eager, reads_without_sync
@@ -399,10 +400,7 @@ def _used(state: GradientState, weights: Sequence[nn.Parameter], keeps_check: bo
 
 def _check_plain(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     dense = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in gradients]
-    # torch's check also multiplies: here by 1.
-    found_inf = unscale_and_check_(dense, torch.ones((), dtype=torch.float32, device=device))
-    assert found_inf is not None
-    return found_inf
+    return _combine(products.check(_dense_views(dense)), device)
 
 
 # -- lists of gradients ------------------------------------------------------------------------------------------------
@@ -414,16 +412,9 @@ def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return functools.reduce(torch.maximum, made) if made else None
 
 
-def dense_view(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a real, dense tensor with a gradient's numbers, in the same memory.
-
-    For a sparse gradient, which must be coalesced, it is the tensor of values; for a complex one the real view; for a
-    DTensor the local part.
-    """
-    gradient = local(gradient)
-    if gradient.is_sparse:
-        gradient = gradient._values()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+def _dense_views(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return real, dense tensors with the gradients' numbers, in the same memory."""
+    return gradients if not gradients or are_alike(gradients) else [dense_view(gradient) for gradient in gradients]
 
 
 def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
@@ -439,28 +430,8 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
         return found_inf
-    return _unscale_and_check_any_(gradients, inverse_scale)
-
-
-def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        dense = dense_view(gradient)
-        groups.setdefault((dense.device, dense.dtype), []).append(dense)
-    found = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in groups}
-    for (device, dtype), tensors in groups.items():
-        if dtype == torch.float64:
-            _unscale_double_(tensors, inverse_scale.to(device), found[device])
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found[device], inverse_scale.to(device))
-    return _combine(list(found.values()), inverse_scale.device)
-
-
-def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Unscale and check float64 gradients: torch's check would convert large ones to inf in float32."""
-    torch._foreach_mul_(tensors, inverse_scale.double())
-    for tensor in tensors:
-        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
+    found = products.multiply_and_check_(_dense_views(gradients), inverse_scale)
+    return _combine(found, inverse_scale.device)
 
 
 def are_finite(gradients: list[torch.Tensor]) -> bool:
@@ -496,6 +467,4 @@ def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> 
     if are_plain(gradients, inverse_scale.device):
         torch._foreach_mul_(list(gradients), inverse_scale)
         return
-    for gradient in gradients:
-        dense = dense_view(gradient)
-        dense.mul_(inverse_scale.to(dense.device))
+    products.multiply_(_dense_views(gradients), inverse_scale)

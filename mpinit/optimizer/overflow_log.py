@@ -7,9 +7,9 @@ from typing import Final, final
 import torch
 
 from ..basics.tables import counted
+from ..distributed.sharding import dense_view
 from ..scaling.scaler import LossScaler
 from ..torch_internals.operations import order_of_leaves
-from .gradients import dense_view
 from .members import Members
 
 _SHOWN: Final = 20

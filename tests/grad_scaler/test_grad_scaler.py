@@ -140,6 +140,9 @@ def test_recipes_end_near_float32_and_at_o0_on_its_bits(recipe: Recipe, setting:
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("O2")])
 @each_recipe
 def test_torchs_own_grad_scaler_has_the_same_bits(recipe: Recipe, setting: str, fused: bool) -> None:
+    if setting == "O2-split" and device().type != "cpu":
+        pytest.skip("torch's GradScaler refuses gradients in bfloat16 there")
+
     def make(parameters: Any) -> AdamW:
         return AdamW(parameters, lr=0.01, fused=fused)
 

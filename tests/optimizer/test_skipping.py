@@ -42,6 +42,8 @@ def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", SCALING)
 def test_a_skipped_step_does_nothing_at_all(level: str, name: str) -> None:
+    if name == "adagrad fused" and device().type == "cuda":
+        pytest.skip("torch has no fused Adagrad on CUDA")
     data = batches(6)
     model, optimizer = started(level, make=OPTIMIZERS[name], init_loss_scale=64.0)
     clean, fresh = started(level, make=OPTIMIZERS[name], init_loss_scale=32.0)

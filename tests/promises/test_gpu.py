@@ -1,5 +1,6 @@
 """What only an accelerator can show: no wait for it on the good path, skipping inside kernels, CUDA graphs."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -151,3 +152,41 @@ def test_a_peak_of_memory_below_float32() -> None:
 
     peak = {level: peak_of_memory(lambda level=level: train(level)) for level in ("O3", "O2", None)}  # type: ignore[misc]
     assert peak["O3"] < peak["O2"] < peak[None]
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "LSTM": {},
+    "LSTM with projections": {"proj_size": 3},
+    "GRU": {"bidirectional": True, "num_layers": 2},
+    "RNN": {"batch_first": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, name: str, packed: bool) -> None:
+    """torch.amp runs cuDNN's in float16, whatever its dtype is."""
+    if "projections" in name and device().type == "sim":
+        pytest.skip("projections are cuDNN's and the CPU's")
+    network = getattr(nn, name.split()[0])(6, 5, **NETWORKS[name])
+    model, by_hand = placed(network), placed(copy.deepcopy(network).to(dtype))
+    given: Any = torch.randn(3, 3, 6, generator=torch.Generator().manual_seed(0))
+    if packed:
+        given = nn.utils.rnn.pack_padded_sequence(given, [3, 2, 1], batch_first=network.batch_first)
+    given = given.to(device())
+    outputs = []
+    model.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    before = [weight.detach().clone() for weight in model.parameters()]
+    mpinit.initialize(model, None, "O1", patch_torch_functions_type=dtype, verbosity=0)
+    model(given)
+    found, expected = outputs[0], by_hand(given.to(dtype))[0]
+    found, expected = (found.data, expected.data) if packed else (found, expected)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.01)
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    for ours, before_, theirs in zip(model.parameters(), before, by_hand.parameters(), strict=True):
+        assert torch.equal(ours, before_)
+        torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=0.05, atol=0.05)
+    mpinit.undo(model)

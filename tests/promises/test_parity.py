@@ -24,6 +24,11 @@ TOLERANCE = {"fp16": 0.02, "bf16": 0.15}
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
+@pytest.fixture(autouse=True)
+def _same_kernels_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 @functools.cache
 def in_float32(network: str, optimizer: str) -> Trained:
     case = CASES[network]

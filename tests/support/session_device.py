@@ -1,6 +1,7 @@
 """The device that a session's tests put their models and data on: the CPU, or what ``pytest --device`` named."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -48,7 +49,9 @@ def no_waiting() -> Iterator[None]:
             yield
         assert found.reads == 0, [name for name in found.names if name.startswith("read")]
     elif device().type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -197,8 +197,15 @@ struct Call {
   const std::string name;
   Where device;
   std::vector<Tensor> written, seen;
+  std::optional<c10::ScalarType> dtype;  // of the tensors with dimensions, if they are floating
 
   Tensor check(const Tensor& tensor) {
+    if (tensor.defined() && tensor.is_floating_point()) {
+      if (tensor.dim() > 0) dtype = dtype ? c10::promoteTypes(*dtype, tensor.scalar_type()) : tensor.scalar_type();
+      // CUDA has no such kernel either.
+      bool is_missing = tensor.scalar_type() == at::kBFloat16 && starts(name, {"aten::_amp_foreach"});
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_missing, '"', name, "\" not implemented for 'BFloat16'");
+    }
     // From the host come numbers, and the indices and lengths that CUDA's operations take from there too.
     if (!tensor.defined()) return tensor;
     bool is_number = tensor.dim() == 0 && !starts(name, {"aten::_foreach", "aten::_fused", "aten::_amp"});
@@ -213,7 +220,12 @@ struct Call {
   Tensor argument(const Tensor& tensor, const c10::Argument& as) {
     if (as.alias_info()) (as.alias_info()->isWrite() ? written : seen).push_back(tensor);
     // Kernels give `out` its size; memory that is not the CPU's own would not follow.
-    return as.is_out() ? at::empty({0}, tensor.options().device(at::kCPU)) : on_cpu(tensor);
+    if (as.is_out()) return at::empty({0}, tensor.options().device(at::kCPU));
+    // CUDA converts a number on the device to the other operand's dtype; the CPU's kernels compute with its float32.
+    bool is_number = dtype && tensor.defined() && !tensor.is_cpu() && tensor.dim() == 0 && !as.alias_info();
+    bool is_pointwise = starts(name, {"aten::mul", "aten::div", "aten::add", "aten::sub", "aten::_foreach_mul",
+                                      "aten::_foreach_div", "aten::_foreach_add", "aten::_foreach_sub"});
+    return is_number && is_pointwise && tensor.is_floating_point() ? on_cpu(tensor).to(*dtype) : on_cpu(tensor);
   }
 
   // A kernel's result on the device: what was written to, a view of what it is a view of, or in memory of its own.
