@@ -33,7 +33,8 @@ class Effort:
         turns: the number of turns of each process. It is smaller if the turns would last longer than ``limit_s``, but
             at least 16, or 4 if a repetition lasts a quarter of a second. Turns are short and many, because on a shared
             machine a core's speed changes: times that are compared have to be close together.
-        preloaded: modules that contenders need and that are slow to import.
+        preloaded: modules that contenders need and that are slow to import. They are not imported for CUDA, because a
+            process cannot use CUDA if its parent has initialized it.
         patience_s: the time limit for an answer of a process.
     """
 
@@ -122,7 +123,7 @@ def run(
     needs_native = device == "cpu" and effort.size == "full"
     if needs_native:
         build_native()
-    with Interpreters(effort.preloaded, needs_native) as interpreters:
+    with Interpreters(effort.preloaded if device == "cpu" else (), needs_native) as interpreters:
         run_with(interpreters, effort, device, out, names, contenders, fresh)
 
 
@@ -283,6 +284,7 @@ class Round:
         answers = self.interpreters.ask(self.number, contenders, **request)
         for contender, answer in list(answers.items()):
             if "failed" in answer or "unavailable" in answer:
+                tqdm.tqdm.write(f"{self.results.name}: {contender}: {answer.get('failed') or answer['unavailable']}")
                 self.results.add(contender, self.number, answers.pop(contender))
                 self.answers.pop(contender, None)
         return answers

@@ -413,6 +413,8 @@ def _rewrite(path: Path, text: str) -> None:
 def summary(folder: Path, size: str) -> str:
     """Return all tables of a folder, for the screen."""
     found = load(folder, size)
+    if not found:
+        return f"no results in {folder}"
     parts = [where(found), controls(found), missing(found), encoded(found)]
     kinds = {results.workload.kind for results in found.values()}
     if "training" in kinds:

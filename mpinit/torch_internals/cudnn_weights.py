@@ -31,7 +31,9 @@ def flatten_casts(function: str, given: Sequence[Any], cast: Sequence[Any]) -> N
     is_packed = type(cast[3]) is not bool
     place = 3 if is_packed else 2
     weights, has_biases, layers, _, _, is_bidirectional = cast[place : place + 6]
-    is_usable = all(map(torch.backends.cudnn.is_acceptable, weights))
+    cudnn: Any = torch.backends.cudnn
+    # cudnn.is_acceptable refuses bfloat16, which cuDNN runs.
+    is_usable = cudnn.is_available() and cudnn.enabled and all(weight.is_cuda for weight in weights)
     if not is_usable or any(map(is_, weights, given[place])):
         return
     name, gates = NETWORKS[function]
@@ -39,7 +41,6 @@ def flatten_casts(function: str, given: Sequence[Any], cast: Sequence[Any]) -> N
     projections = outputs if outputs != hidden_size else 0
     stride = (4 if has_biases else 2) + bool(projections)
     batch_first = not is_packed and cast[8]
-    cudnn: Any = torch.backends.cudnn
     on_its_device: Any = torch.cuda.device_of
     with torch.no_grad(), on_its_device(weights[0]):
         torch._cudnn_rnn_flatten_weight(

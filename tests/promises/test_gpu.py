@@ -1,6 +1,7 @@
 """What only an accelerator can show: no wait for it on the good path, skipping inside kernels, CUDA graphs."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ OVERFLOW_AT = (2, 5, 6)
 
 def run_with_overflows(**kind: Any) -> tuple[list[torch.Tensor], float, tuple[int, int]]:
     model, x = net(), data()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-3, **kind)
     mpinit.initialize(model, optimizer, "O2", verbosity=0)
     for index in range(10):
         step(model, optimizer, x, float("inf") if index in OVERFLOW_AT else 1.0)
@@ -94,7 +95,8 @@ def run_with_overflows(**kind: Any) -> tuple[list[torch.Tensor], float, tuple[in
     return result, scale, counts
 
 
-def test_fused_foreach_and_single_tensor_agree_overflows_included() -> None:
+def test_fused_foreach_and_single_tensor_agree_overflows_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     fused = run_with_overflows(fused=True)
     for kind in ({"foreach": True}, {"foreach": False}):
         masters, scale, counts = run_with_overflows(**kind)
@@ -180,7 +182,10 @@ def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, na
     before = [weight.detach().clone() for weight in model.parameters()]
     mpinit.initialize(model, None, "O1", patch_torch_functions_type=dtype, verbosity=0)
     model(given)
-    found, expected = outputs[0], by_hand(given.to(dtype))[0]
+    with warnings.catch_warnings():
+        # RNNBase.flatten_parameters excludes bfloat16.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        found, expected = outputs[0], by_hand(given.to(dtype))[0]
     found, expected = (found.data, expected.data) if packed else (found, expected)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.01)
