@@ -141,12 +141,12 @@ class _Calls(threading.local):
 
     Attributes:
         inputs: the arguments of each, the outermost first.
-        explained: the error that names a method; the methods that have called it let it pass.
+        explained: the text of the error that names a method; the methods that have called it let it pass.
     """
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
-        self.explained: Exception | None = None
+        self.explained = ""
 
     def have_tensors(self) -> list[bool]:
         """Return for each call whether an argument has a floating tensor."""
@@ -195,17 +195,18 @@ class MethodOutside(OfModule):
                 raise
             name = _names(self.boundary, module).get(module, "")
             entry = f"{name}.{self.name}" if name else self.name
-            _calls.explained = RuntimeError(
+            text = (
                 f"{self.name!r} of {type(module).__name__} was called from outside of the model's forward, and has "
                 f"failed where float32 tensors meet {dtype_name(inner)} weights ({error}). Name it in "
                 f"mpinit.initialize, beside those that you passed, so that its inputs and outputs are cast: "
                 f"entry_points={[entry]}"
             )
-            raise _calls.explained from error
+            _calls.explained = text
+            raise RuntimeError(text) from error
         finally:
             _calls.inputs.pop()
             if not _calls.inputs:
-                _calls.explained = None
+                _calls.explained = ""
 
     @staticmethod
     def _is_entry(error: Exception) -> bool:
@@ -214,7 +215,7 @@ class MethodOutside(OfModule):
         A ``predict`` that is called with NumPy's arrays has no tensors to cast, and its result could be no array where
         it was bfloat16. If none of the methods is called with tensors, the outermost is named.
         """
-        if error is _calls.explained:
+        if str(error) == _calls.explained:
             return False
         *outer, own = _calls.have_tensors()
         return not any(outer) and (own or not outer)
