@@ -80,8 +80,10 @@ def loss_of_input(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
         return None
     if torch.finfo(tensor.dtype).bits < 32:
         return None
-    values = tensor.detach().flatten()[:_MOST_READ]
-    values = values[values.isfinite()].cpu()
+    # A subclass may define slices of its own: MONAI's MetaTensor slices the metadata of a batch, too, and raises.
+    with torch._C.DisableTorchFunctionSubclass():
+        values = tensor.detach().flatten()[:_MOST_READ]
+        values = values[values.isfinite()].cpu()
     if values.numel() == 0:
         return None
     least = values.min()

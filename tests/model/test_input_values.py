@@ -156,6 +156,27 @@ def test_timesteps_are_warned_of_and_the_entry_cures_it(level: str) -> None:
 
 
 @pytest.mark.filterwarnings("default:.*what cannot come back")
+class Batch(Tensor):
+    """A batch that is sliced by its first dimension alone, as MONAI's MetaTensor slices its metadata."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and args[0].ndim == 1:
+            raise ValueError("no batch")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inputs_of_a_class_that_cannot_be_sliced_are_read(level: str) -> None:
+    model = quietly(Parts(lambda self, x: self.layer(x), layer=nn.Linear(4, 2)), level)
+    x = torch.randn(3, 4)
+    output = model(x.as_subclass(Batch))
+    assert type(output) is Batch and torch.equal(output.as_subclass(Tensor), model(x))
+    with pytest.warns(UserWarning, match="has numbers up to 999999"):
+        model = quietly(Parts(lambda self, x: self.layer(x), layer=nn.Linear(4, 2)), level)
+        model((x * 0 + 999999).as_subclass(Batch))
+
+
 def test_each_input_is_warned_of_once_also_where_a_later_batch_shows_it() -> None:
     model = quietly(TimedUNet(), "O5")
     x = torch.randn(2, 1, 8, 8)
