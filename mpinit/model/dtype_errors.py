@@ -61,6 +61,14 @@ def explain_inside(error: Exception, boundary: Boundary, module: nn.Module, meth
     modules = [frame.f_locals.get("self") for frame in frames]
     failed = next((each for each in reversed(modules) if isinstance(each, nn.Module) and each in names), module)
     name, kind, caller = names.get(failed, ""), type(failed).__name__, type(module).__name__
+    innermost = next((each for each in reversed(modules) if isinstance(each, nn.Module)), module)
+    if _is_called_functionally(innermost, frames, inner) or (innermost not in names and _has_weights(innermost)):
+        return (
+            f"{method} of {caller} has failed in a {type(innermost).__name__} whose weights another object has put "
+            f"there for the call, as TensorDict.to_module does and with it the losses of TorchRL ({error}). mpinit "
+            "casts a module's own weights, and those of such a call, of a target network for example, it does not "
+            "cast. Use opt_level='O1' or 'O4', which cast in functions"
+        )
     is_of_torch = type(failed).__module__.startswith("torch.nn.")
     parts = [] if is_of_torch or not _is_most(failed, module) else _parts_without(module, failed, names)
     if parts and not reads_weights(_last_frame(frames).f_code, failed):
@@ -89,6 +97,22 @@ def explain_inside(error: Exception, boundary: Boundary, module: nn.Module, meth
     )
 
 
+def _has_weights(module: nn.Module) -> bool:
+    return bool(module._parameters) or isinstance(vars(module).get("weight"), torch.Tensor)
+
+
+def _is_called_functionally(module: nn.Module, frames: Sequence[types.FrameType], dtype: torch.dtype) -> bool:
+    """Return whether a layer of torch has failed though its inputs have the dtype of its own weights.
+
+    The other weights may be there no longer: a ``with`` block that puts them there has ended.
+    """
+    if not type(module).__module__.startswith("torch.nn."):
+        return False
+    called = next((frame.f_locals for frame in reversed(frames) if frame.f_locals.get("self") is module), {})
+    inputs = [value for value in called.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return bool(inputs) and all(value.dtype is dtype for value in inputs)
+
+
 # A longer list of parts is no advice.
 _MOST_PARTS: Final = 8
 
@@ -100,7 +124,7 @@ def _parts_without(module: nn.Module, failed: nn.Module, names: dict[nn.Module, 
     while opened:
         part = opened.pop()
         if any(parameter is not None for parameter in part._parameters.values()):
-            return []
+            return []  # its own code may compute with them
         for child in part.children():
             if failed in child.modules():
                 opened.append(child)

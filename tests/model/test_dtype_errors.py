@@ -283,6 +283,46 @@ def test_a_forward_of_an_entry_point_is_named() -> None:
         model.sample(2)
 
 
+def call_with(layer: nn.Linear, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Call a layer with other tensors in the place of its parameters, as tensordict's ``to_module`` puts them there."""
+    own = dict(layer._parameters)
+    layer._parameters.clear()
+    vars(layer).update(values)
+    try:
+        return layer(x)
+    finally:
+        for name in values:
+            del vars(layer)[name]
+        layer._parameters.update(own)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["a layer", "a layer in a forward", "a layer that is no part"])
+def test_weights_of_another_object_are_explained(where: str, level: str) -> None:
+    outside = nn.Linear(4, 4)
+    target = {name: value.detach().clone() for name, value in outside.named_parameters()}
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        layer = outside if where == "a layer that is no part" else self.layer
+        return self.layer(x) + call_with(layer, target, x)
+
+    def build(level: str) -> Any:
+        torch.manual_seed(0)
+        model = Parts(run, layer=nn.Linear(4, 4))
+        keywords = LEVELS.get(level, {})
+        quietly(model, level.partition(",")[0], **keywords)
+        return model
+
+    def call(model: Any) -> Tensor:
+        x = torch.ones(2, 4)
+        return call_with(model.layer, target, x) if where == "a layer" else model(x)
+
+    with pytest.raises(RuntimeError, match=r"has failed in a Linear whose weights another object.*'O1' or 'O4'"):
+        call(build(level))
+    expected = call(build("O0"))
+    assert torch.allclose(call(build("O4")).float(), expected, atol=0.05)
+
+
 class Policy(nn.Module):
     """A policy as Stable-Baselines3's with state-dependent exploration, called with observations of NumPy."""
 
