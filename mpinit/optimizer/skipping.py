@@ -44,7 +44,8 @@ class StepCounter:
     def read(self) -> StepCounts:
         """Return the counts. Counts of steps that a kernel may have skipped are read from the device."""
         if self._on_device is not None:
-            good, skipped, consecutive = (int(number) for number in self._on_device.tolist())
+            steps, skipped, consecutive = (int(number) for number in self._on_device.tolist())
+            good = steps - skipped
             before = self._counted
             run = consecutive + (0 if good else before.consecutive)
             self._counted = StepCounts(before.good + good, before.skipped + skipped, run)
@@ -60,10 +61,11 @@ class StepCounter:
         """Count one step that a kernel does or skips, on the device, so that replays of a CUDA graph count too."""
         if self._on_device is None:
             self._on_device = torch.zeros(3, dtype=torch.float32, device=found_inf.device)
-        skipped = (found_inf > 0).float()
-        self._on_device[0].add_(1 - skipped)
-        self._on_device[1].add_(skipped)
-        self._on_device[2].add_(skipped).mul_(skipped)
+        # Steps, skipped ones, and those since the last good one, in few operations because every step runs them.
+        skipped = found_inf.sign()
+        self._on_device[0].add_(1)
+        self._on_device[1:].add_(skipped)
+        self._on_device[2].mul_(skipped)
         self._since_reading += 1
 
     def is_due(self, limit: int) -> bool:
