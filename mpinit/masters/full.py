@@ -310,8 +310,18 @@ class _Batch(MasterBatch):
             differing = self.masters
         else:
             differing = self._others if self._small and self._small_are_rounded() else [*self._small, *self._others]
-        for master in differing:
+        for master in self._rounded_together(differing):
             self._owner.round(master)
+
+    def _rounded_together(self, masters: Sequence[Master]) -> list[Master]:
+        """Round masters that could be compared with their weights only by a device sync; return the others."""
+        found = [m for m in masters if not (m.clamps or m.is_sharded or reads_without_sync(m.weight.device))]
+        if found:
+            torch._foreach_copy_([master.weight for master in found], [master.parameter for master in found])
+            for master in found:
+                master.last_seen = _fingerprint(master.weight)
+        done = set(map(id, found))
+        return [master for master in masters if id(master) not in done]
 
     def _written_among_small(self, weights: torch.Tensor) -> list[Master]:
         """List small masters, without those that a user has written to through numpy: there the master counts.

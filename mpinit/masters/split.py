@@ -26,7 +26,7 @@ from ..distributed.sharding import (
     shard,
     sharded_as,
 )
-from ..torch_internals.bulk import are_same, data_ptrs, set_all_data, strides_of, versions_of
+from ..torch_internals.bulk import are_same, data_ptrs, in_pieces, set_all_data, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
@@ -175,13 +175,47 @@ class SplitMasters(Masters):
         weight = shard(master.weight) if master.is_sharded else TENSOR_DETACH(master.weight)
         joined: torch.Tensor = weight.to(torch.float32)
         remainder = master.remainder
-        is_there = remainder is not None and weight.data_ptr() == master.address and weight.stride() == master.strides
-        if remainder is None or not is_there or master.parameter.shape != master.weight.shape:
-            remainder = master.laid_out(weight)
-        if self.versions.get(id(master)) != weight._version or id(master.weight) in self.data_use.touched:
-            remainder = remainder.masked_fill(_is_zero_or_inf(flat(weight)), 0)
+        if (
+            remainder is None
+            or weight.data_ptr() != master.address
+            or weight.stride() != master.strides
+            or master.parameter.shape != master.weight.shape
+            or self.versions.get(id(master)) != weight._version
+            or id(master.weight) in self.data_use.touched
+        ):
+            remainder = self._present_remainder(master, weight)
         add_remainder_(joined.as_strided((joined.numel(),), (1,)), remainder)
         return sharded_as(joined, master.weight) if master.is_sharded else joined
+
+    def _present_remainder(self, master: SplitMaster, weight: torch.Tensor) -> torch.Tensor:
+        """Return the remainder that belongs to the weight's present numbers; it must not be written to."""
+        remainder = master.laid_out(weight)
+        if self.versions.get(id(master)) != weight._version or id(master.weight) in self.data_use.touched:
+            remainder = remainder.masked_fill(_is_zero_or_inf(flat(weight)), 0)
+        return remainder
+
+    def all_values(self, masters: Sequence[Master]) -> list[torch.Tensor]:
+        """Return the :meth:`values` of several masters; those of small ones in as many operations as those of one."""
+        found: dict[int, torch.Tensor] = {}
+        for indices in in_pieces([master.weight for master in masters], (not master.is_sharded for master in masters)):
+            group = [masters[index] for index in indices]
+            several = self._values_together(group) if len(group) > 1 else list(map(self.values, group))
+            found.update(zip(indices, several, strict=True))
+        return [found[index] for index in range(len(masters))]
+
+    @torch.no_grad()
+    def _values_together(self, masters: Sequence[Master]) -> list[torch.Tensor]:
+        weights: list[torch.Tensor] = [TENSOR_DETACH(master.weight) for master in masters]
+        pairs = ((m, weight) for m, weight in zip(masters, weights, strict=True) if isinstance(m, SplitMaster))
+        remainder = torch.cat([self._present_remainder(master, weight) for master, weight in pairs])
+        joined = torch.empty(remainder.numel(), dtype=torch.float32, device=remainder.device)
+        parts = joined.split_with_sizes([weight.numel() for weight in weights])
+        torch._foreach_copy_(list(parts), list(map(flat, weights)))
+        add_remainder_(joined, remainder)
+        # Each in memory of its own: who keeps or saves one of them keeps no others.
+        found = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        torch._foreach_copy_(list(map(flat, found)), list(parts))
+        return found
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:

@@ -14,7 +14,9 @@ as the parameters inside ``with float32_weights(model)``. One rule applies to al
 4. Code that runs in every iteration works on all tensors in bulk.
 """
 
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,12 +34,14 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
+from ..masters.split import SplitMasters
 from ..torch_internals.bulk import (
     Children,
     Entries,
     are_same,
     changed_grads,
     grads_of,
+    in_pieces,
     set_grads,
     set_grads_of_same_dtype,
     versions_of,
@@ -358,9 +362,26 @@ class _WideParameter:
     version: int | None = None
 
 
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """Make numbers of a tensor's shape that are all nan and cannot be written to."""
-    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _emptied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make numbers of each tensor's shape that are all nan and cannot be written to."""
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    nans = {
+        (dtype, device): iter(torch.full((count,), torch.nan, dtype=dtype, device=device).unbind())
+        for (dtype, device), count in Counter(kinds).items()
+    }
+    return [next(nans[kind]).expand(tensor.shape) for kind, tensor in zip(kinds, tensors, strict=True)]
+
+
+def _numbers_of(values: Float32Values, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the float32 values of several 16-bit tensors, or float32 copies of their own numbers."""
+    table = values.masters
+    if isinstance(table, SplitMasters):
+        masters = [master for master in map(table.of, tensors) if master is not None]
+        known = dict(zip((id(master.weight) for master in masters), table.all_values(masters), strict=True))
+    else:
+        known = {}
+    found = [known[id(tensor)] if id(tensor) in known else values.of(tensor) for tensor in tensors]
+    return [tensor.detach().float() if own is None else own for tensor, own in zip(tensors, found, strict=True)]
 
 
 class BlockParameters:
@@ -381,28 +402,60 @@ class BlockParameters:
         """Return the 16-bit tensor that a tensor replaces inside a block; None if it replaces none."""
         return next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
 
-    def widen(self, values: Float32Values, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the float32 parameter or buffer that replaces a 16-bit one inside of a block."""
-        own = values.of(tensor)
-        numbers = tensor.detach().float() if own is None else own.float()
-        if own is not None and numbers.data_ptr() == own.data_ptr():
-            numbers = numbers.clone()
-        wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
-        if wide is None:
-            wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
-        else:
-            TENSOR_DATA.__set__(wide, numbers)
-        self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
-        return wide
+    def widen(self, values: Float32Values, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Make the float32 parameters and buffers that replace 16-bit ones inside of a block, and yield them."""
+        for tensor, own in zip(tensors, _numbers_of(values, tensors), strict=True):
+            numbers = own.float()
+            if values.masters.of(tensor) is None and numbers.data_ptr() == own.data_ptr():
+                numbers = numbers.clone()
+            wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
+            if wide is None:
+                wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
+            else:
+                TENSOR_DATA.__set__(wide, numbers)
+            self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
+            yield wide
 
-    def narrow(self, values: Float32Values, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Write the values of a float32 parameter or buffer back to the 16-bit one, and empty it."""
-        before, now = values.of(tensor), wide.detach()
-        if not torch.equal(now, tensor.float() if before is None else before.to(now)):
-            tensor.copy_(now)
-            values.load(tensor, now)
-        TENSOR_DATA.__set__(wide, _emptied(wide))
-        self._wide[id(tensor)].version = wide._version
+    def _written(self, values: Float32Values, made: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> set[int]:
+        """Return the ids of 16-bit tensors whose float32 ones have other values; with one device sync per device.
+
+        Args:
+            made: the 16-bit tensors and the float32 ones that replace them.
+        """
+        found: set[int] = set()
+        norms: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+        are_usual = (wide.dtype is torch.float32 and wide.shape == t.shape and not is_sharded(wide) for t, wide in made)
+        for indices in in_pieces([tensor for tensor, _ in made], are_usual):
+            tensors, now = [made[index][0] for index in indices], [made[index][1].detach() for index in indices]
+            before = _numbers_of(values, tensors)
+            if len(indices) == 1 or reads_without_sync(now[0].device):
+                pairs = zip(tensors, now, before, strict=True)
+                found.update(id(tensor) for tensor, ours, theirs in pairs if not torch.equal(ours, theirs.to(ours)))
+            else:
+                # The difference of two nans is not 0, so they count as changed.
+                norm = torch.stack(torch._foreach_norm(torch._foreach_sub(now, before), math.inf))
+                norms.setdefault(now[0].device, []).append((list(map(id, tensors)), norm))
+        for several in norms.values():
+            keys = [key for ids, _ in several for key in ids]
+            differ = torch.cat([norm for _, norm in several]).tolist()
+            found.update(key for key, difference in zip(keys, differ, strict=True) if difference != 0)
+        return found
+
+    def narrow(self, values: Float32Values, made: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write changed values of float32 parameters and buffers to the 16-bit ones, and empty them.
+
+        Args:
+            made: the 16-bit tensors and the float32 ones; a pair is removed when it is done.
+        """
+        written, empty = self._written(values, made), _emptied([wide for _, wide in made])
+        while made:
+            tensor, wide = made[-1]
+            if id(tensor) in written:
+                tensor.copy_(now := wide.detach())
+                values.load(tensor, now)
+            TENSOR_DATA.__set__(wide, empty.pop())
+            self._wide[id(tensor)].version = wide._version
+            made.pop()
 
     def check_kept(self, names: Names) -> None:
         """Refuse writes to parameters that were kept from inside of a block that is over."""
@@ -411,7 +464,7 @@ class BlockParameters:
             wide = known.alive()
             if wide is not None and known.version not in (None, wide._version):
                 known.version = wide._version
-                TENSOR_DATA.__set__(wide, _emptied(wide))
+                TENSOR_DATA.__set__(wide, *_emptied([wide]))
                 raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(known.tensor)))
 
 
@@ -776,10 +829,10 @@ class Float32Block:
             parameters = [master.parameter for master in values.masters]
             wide.update(zip(map(id, weights), parameters, strict=True))
         tensors = dict(zip(map(id, weights), weights, strict=True)) | places.tensors
-        for key, tensor in tensors.items():
-            if key not in wide and is_16_bit(tensor):
-                self._made.append((tensor, values.block_parameters.widen(values, tensor)))
-                wide[key] = self._made[-1][1]
+        new = [tensor for key, tensor in tensors.items() if key not in wide and is_16_bit(tensor)]
+        for tensor, made in zip(new, values.block_parameters.widen(values, new), strict=True):
+            self._made.append((tensor, made))
+            wide[id(tensor)] = made
         self.narrow = {id(wide[key]): tensor for key, tensor in tensors.items() if key in wide}
         self._carried = _Carried([tensors[key] for key in wide], list(wide.values()))
         self._filled = places.found
@@ -800,9 +853,7 @@ class Float32Block:
             self._carried = None
         if self._masters is not None:
             self._masters.round_all()
-        while self._made:
-            self._values.block_parameters.narrow(self._values, *self._made[-1])
-            self._made.pop()
+        self._values.block_parameters.narrow(self._values, self._made)
         for rnn in self._values.places.rnns:
             rnn._init_flat_weights()
 

@@ -24,6 +24,8 @@ _DEVICE: Final[Any] = torch.Tensor.get_device
 _FLOAT32: Final = {torch.float32}
 _NO: Final = {False}
 _PLAIN: Final = {torch.Tensor}
+# How many elements of several tensors are computed in one operation on a flat tensor.
+_PIECE: Final = 1 << 20
 # Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call on a CPU.
 _SMALL: Final = 1 << 14
 
@@ -127,6 +129,31 @@ def set_grads_of_same_dtype(tensors: list[Any], grads: list[torch.Tensor | None]
 def set_all_data(tensors: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Set each tensor's ``data`` to a tensor of the same shape and dtype."""
     consume(map(_SET_DATA_OF, tensors, values))
+
+
+def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool]) -> list[list[int]]:
+    """Divide tensors into groups of one device and limited size, to compute a group in one operation.
+
+    Args:
+        are_usual: of each tensor, whether it may be in a group with others. Large and empty ones are alone, too.
+
+    Returns:
+        The indices of each group.
+    """
+    groups: list[list[int]] = []
+    last: dict[torch.device, tuple[list[int], int]] = {}
+    for index, (tensor, is_usual) in enumerate(zip(tensors, are_usual, strict=True)):
+        size = tensor.numel()
+        group, count = last.get(tensor.device, ([], _PIECE))
+        if not is_usual or not size or tensor.is_meta:
+            groups.append([index])
+        elif count + size > _PIECE:
+            groups.append([index])
+            last[tensor.device] = groups[-1], size
+        else:
+            group.append(index)
+            last[tensor.device] = group, count + size
+    return groups
 
 
 def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import simulated_device
 import torch
 from models import LEVELS
+from session_device import device, placed
 from torch import nn
 
 import mpinit
@@ -122,3 +124,72 @@ def test_a_recurrent_net_and_tied_weights() -> None:
     assert expected == torch.float32
     assert model["rnn"]._flat_weights[1] is model["rnn"].weight_hh_l0
     assert model.state_dict()["rnn.weight_hh_l0"][0, 0] == torch.tensor(0.1001)
+
+
+class Shapes(nn.Module):
+    """Weights of many shapes and layouts, with zeros and infinities, and one that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.many = nn.ParameterList(torch.randn(5, 3) for _ in range(20))
+        self.channels_last = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.large = nn.Parameter(torch.randn(1100, 1000))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.number = nn.Parameter(torch.tensor(1 / 3))
+        self.frozen = nn.Parameter(torch.full((4,), 1 / 3), requires_grad=False)
+        self.register_buffer("shift", torch.full((4,), 1 / 3))
+
+    def forward(self) -> torch.Tensor:
+        return sum((parameter.float() ** 3).sum() for parameter in self.parameters())  # type: ignore[return-value]
+
+
+def shapes(kind: str) -> Shapes:
+    model = placed(Shapes())
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    with mpinit.scale_loss(model(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    with torch.no_grad():  # their lower bits no longer count
+        model.many[0][0], model.many[1][:, 1], model.channels_last[0] = 0.0, float("inf"), 0.0
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_any_layout_are_read_and_written_together(kind: str) -> None:
+    model = shapes(kind)
+    expected = state(model)
+    with mpinit.float32_weights(model), torch.no_grad():
+        inside = dict(model.named_parameters())
+        for name, parameter in inside.items():
+            assert torch.equal(parameter, expected[name]), name
+            assert parameter.stride() == expected[name].stride()
+        # No tensor is a part of another's memory, which saving it would save, too.
+        assert len({p.untyped_storage().data_ptr() for p in inside.values() if p.numel()}) == len(inside) - 1
+        for name in ("many.3", "channels_last", "large", "number"):
+            inside[name].add_(1 / 3)
+            expected[name] = inside[name].clone()
+        del inside, parameter
+    same = state(model)
+    if kind not in ("O1", "O3"):
+        assert all(torch.equal(same[name], expected[name]) for name in expected)
+    assert all(same[name].isfinite().all() for name in same if name != "many.1")
+
+
+@pytest.mark.parametrize("kind", ["O2", "split"])
+def test_a_block_costs_a_device_the_same_however_many_weights(kind: str) -> None:
+    """Count operations of a block that reads: an average of the weights does so in every step."""
+    if device().type != "sim":
+        pytest.skip("counted on the simulated device: pytest --device sim")
+    found = []
+    for count in (4, 40):
+        model = placed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))))
+        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **KINDS[kind])
+        for _ in range(2):
+            with simulated_device.counted() as counts, mpinit.float32_weights(model):
+                pass
+        found.append((counts.launches, counts.reads))
+        mpinit.undo(model)
+    assert found[0] == found[1] and found[0][1] == (kind == "split")
