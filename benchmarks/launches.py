@@ -1,7 +1,7 @@
 """Launches, reads and copies of an iteration, counted on the simulated device: ``python -m benchmarks.launches``.
 
-It writes the table of the page about limits. A launch is one operation on the device, also if it works on many tensors.
-The batch is on the device before the iteration.
+It writes two tables of the page about limits: of iterations, and of loops with extras beside the same loops by hand. A
+launch is one operation on the device, also if it works on many tensors. The batch is on the device beforehand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from .case import Unavailable
+from .loops import EXTRAS, LEVELS, LoopTraining
 from .results import ROOT
 from .roster import ROSTER, Row
 from .tasks import TASKS, Task
@@ -30,10 +31,13 @@ NAMES: Final = (
 )
 IN_MODEL: Final = Row('mpinit O2, "model"', partial(Mpinit, opt_level="O2", master_weights="model"))
 ROWS: Final[Mapping[str, Row]] = {name: ROSTER[name] for name in NAMES} | {"in_model": IN_MODEL}
-_MARKED: Final = re.compile(r"(<!-- launches: begin -->\n).*?(<!-- launches: end -->)", re.S)
+# The loops of these levels, and the extras, whose checkpoint is counted alone.
+LOOP_LEVELS: Final = ("o2", "o5")
+LOOP_EXTRAS: Final = tuple(name for name in EXTRAS if name != "checkpoint_10")
+Counts = tuple[int, int, int]
 
 
-def counted(row: Row, form: str) -> tuple[int, int, int] | None:
+def counted(row: Row, form: str) -> Counts | None:
     """Count launches, host reads and copies between devices of an iteration; None where the form is unavailable."""
     import simulated_device
 
@@ -77,13 +81,57 @@ def _what_is_read(scales: bool, reads: list[int]) -> str:
     return "nothing: the step skips by itself" if scales else "nothing: no scale moves"
 
 
+def counted_loop(name: str) -> Counts:
+    """Count an iteration of a loop with an extra, such as ``o2_bf16+ema``; of a checkpoint the checkpoint alone."""
+    import simulated_device
+
+    torch.manual_seed(0)
+    case = LoopTraining("launch_adamw", name, SIZE, "sim")
+    case.build()
+    for _ in range(3):
+        case.iteration()
+    with simulated_device.counted() as found:
+        case.work.at_end() if case.work.iterations > 1 else case.iteration()
+    if isinstance(case.contender, Mpinit):
+        case.contender.mpinit.undo(case.contender.model)
+    return found.launches, found.reads, found.copies
+
+
+def loops() -> dict[tuple[str, str], list[Counts]]:
+    """Count every loop: (extra, level) -> by hand, mpinit, and at O5 mpinit with split masters."""
+    found = {}
+    for extra in LOOP_EXTRAS:
+        for key in LOOP_LEVELS:
+            level = LEVELS[key]
+            names = [f"{level.by_hand}+{EXTRAS[extra].counterpart or extra}", *(f"{o}+{extra}" for o in level.ours)]
+            found[extra, key] = [counted_loop(name) for name in names]
+    return found
+
+
+def loops_table() -> str:
+    """Return the table of loops in Markdown: launches, reads and copies, with commas between."""
+    import simulated_device
+
+    simulated_device.start()
+    lines = [["an iteration with", "level", "by hand", "mpinit", "mpinit split"], ["---"] * 5]
+    for (extra, level), counts in loops().items():
+        title = EXTRAS[extra].title if extra != "checkpoint" else "the checkpoint alone"
+        cells = [", ".join(map(str, each)) for each in counts]
+        lines.append([title, LEVELS[level].title, *cells, *["-"] * (3 - len(cells))])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
 def replaced(text: str) -> str:
-    """Return ``text`` with the table made anew."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", text)
+    """Return ``text`` with the tables made anew."""
+    for name, made in (("launches", table), ("launches of loops", loops_table)):
+        marked = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.S)
+        assert marked.search(text), f"the page has no place for {name}"
+        text = marked.sub(lambda mark, made=made: f"{mark[1]}\n{made()}\n{mark[2]}", text)  # type: ignore[misc]
+    return text
 
 
 def main() -> int:
-    """Write the page."""
+    """Write the tables into the page."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
