@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 # Distributions whose modules have another name.
 MODULES = {"pytorch-ignite": "ignite", "mmengine-lite": "mmengine", "opencv-python-headless": "cv2"}
-MODULES |= {"ultralytics-opencv-headless": "ultralytics"}
+MODULES |= {"ultralytics-opencv-headless": "ultralytics", "pyro-ppl": "pyro"}
 # They change the process that imports them, ``torch.save`` for example.
 ALONE = ("ultralytics",)
 NAMES = sorted(
     {
         re.split(r"[<>=\[]", requirement)[0]
-        for extra in ("accelerate", "transformers", "lightning", "timm", "integrations", "recipes")
+        for extra in ("accelerate", "transformers", "lightning", "timm", "integrations", "recipes", "libraries")
         for requirement in EXTRAS[extra]
     }
     - {"mpinit"}

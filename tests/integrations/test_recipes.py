@@ -1,7 +1,9 @@
 """The blocks of docs/how-to/recipes.md with the real libraries, beside the same loops written by hand."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from mpinit.integrations.transformers import enable
 
 PAGE = ROOT / "docs" / "how-to" / "recipes.md"
 RECIPES = {snippet.mark: snippet for snippet in snippets(PAGE)}
-NEEDED = {"trl": ("peft",), "sentence_transformers": ("datasets",)}
+NEEDED = {"torchrl": ("tensordict",), "trl": ("peft",), "sentence_transformers": ("datasets",)}
 CLASSIFIERS = ("ignite", "mmengine", "fastai", "skorch")
 # What libraries say of each other and of torch; mpinit's own warnings are errors, as everywhere.
 THEIRS = ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")
@@ -38,7 +40,7 @@ def run(library: str, folder: Path) -> dict[str, Any]:
 
 
 def test_every_block_has_a_library() -> None:
-    assert len(RECIPES) == blocks(PAGE) == 12
+    assert len(RECIPES) == blocks(PAGE) == 14
 
 
 @pytest.mark.parametrize("library", CLASSIFIERS)
@@ -79,6 +81,76 @@ def test_a_policy_of_stable_baselines_learns(tmp_path: Path) -> None:
     assert {p.dtype for p in agent.policy.parameters()} == {torch.bfloat16}
     assert mpinit.step_counts(agent.policy.optimizer)[0] > 0
     assert all(value.isfinite().all() for value in agent.policy.state_dict().values())
+
+
+def test_torchrl_learns_with_a_target_network_as_in_float32(tmp_path: Path) -> None:
+    names = run("torchrl", tmp_path / "there")
+    module, optimizer = names["loss_module"], names["optimizer"]
+    assert sum(mpinit.step_counts(optimizer)) == 20 and mpinit.step_counts(optimizer)[0] >= 15
+    found = {name: value.clone() for name, value in module.state_dict().items()}
+    mpinit.undo(module)  # O1 casts in all of torch's functions
+    nothing = SimpleNamespace(initialize=lambda *_, **__: None, scale_loss=lambda loss, _: nullcontext(loss))
+    by_hand = {"torch": torch, "mpinit": nothing, **names_of("torchrl", tmp_path)}
+    RECIPES["torchrl"].run(by_hand)
+    expected = by_hand["loss_module"].state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype, name
+        torch.testing.assert_close(found[name], value, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_ppo_of_torchrl_learns_as_in_float32_where_networks_are_initialised(level: str, tmp_path: Path) -> None:
+    needs("torchrl")
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+    from torchrl.objectives import ClipPPOLoss
+    from torchrl.objectives.value import GAE
+
+    losses = []
+    for initialised in (False, True):
+        torch.manual_seed(0)
+        inner = torch.nn.Sequential(MLP(4, 4, num_cells=[16]), NormalParamExtractor())
+        keys = {"in_keys": ["loc", "scale"], "distribution_class": TanhNormal, "return_log_prob": True}
+        actor = ProbabilisticActor(TensorDictModule(inner, ["observation"], ["loc", "scale"]), **keys)
+        critic = ValueOperator(MLP(4, 1, num_cells=[16]), in_keys=["observation"])
+        module, advantage = ClipPPOLoss(actor, critic), GAE(gamma=0.9, lmbda=0.95, value_network=critic)
+        ends = dict.fromkeys(("done", "terminated"), torch.zeros(32, 1, dtype=torch.bool))
+        observation, following = torch.randn(32, 4), torch.randn(32, 4)
+        after = {"observation": following, "reward": observation[:, :1], **ends}
+        batch = TensorDict({"observation": observation, "next": after}, [32])
+        torch.manual_seed(1)
+        with torch.no_grad():
+            actor(batch)
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+        if initialised:
+            mpinit.initialize([actor, critic], optimizer, level, verbosity=0, loss_scale=1.0)
+        for _ in range(10):
+            with torch.no_grad():
+                advantage(batch)
+            parts = module(batch)
+            loss = parts["loss_objective"] + parts["loss_critic"] + parts["loss_entropy"]
+            assert loss.dtype is torch.float32
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert next(inner.parameters()).dtype is (torch.float16 if level == "O2" else torch.bfloat16)
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_monai_has_the_bits_of_a_loop_by_hand(tmp_path: Path) -> None:
+    names = run("monai", tmp_path / "there")
+    by_hand = names_of("monai", tmp_path)
+    model, optimizer, loss_fn = (by_hand[name] for name in ("model", "optimizer", "loss_fn"))
+    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for _ in range(by_hand["epochs"]):
+        for batch in by_hand["loader"]:
+            iterate(loss_fn(model(batch["image"]), batch["label"]), optimizer)
+    assert next(names["model"].parameters()).dtype is torch.float16
+    assert mpinit.step_counts(names["optimizer"])[0] > 0
+    same(names["model"].state_dict().values(), model.state_dict().values())
 
 
 def test_diffusers_trains_averages_and_saves_float32(tmp_path: Path) -> None:

@@ -146,6 +146,45 @@ def _ultralytics(folder: Path) -> dict[str, Any]:
     return {"few": {**few, "optimizer": "SGD", "lr0": 1e-3, "warmup_epochs": 0, "project": str(folder), "plots": False}}
 
 
+def _torchrl(folder: Path) -> dict[str, Any]:
+    from tensordict import TensorDict
+    from torchrl.modules import MLP, QValueActor
+
+    network = QValueActor(MLP(4, 2, num_cells=[16]), in_keys=["observation"], action_space="one-hot")
+    batches = []
+    for _ in range(20):
+        now, then = torch.randn(16, 4), torch.randn(16, 4)
+        action = torch.nn.functional.one_hot(torch.randint(2, (16,)), 2)
+        ends = dict.fromkeys(("done", "terminated"), torch.zeros(16, 1, dtype=torch.bool))
+        following = {"observation": then, "reward": now[:, :1] * action[:, :1], **ends}
+        batches.append(TensorDict({"observation": now, "action": action, "next": following}, [16]))
+    return {"network": network, "batches": batches}
+
+
+def _monai(folder: Path) -> dict[str, Any]:
+    from monai.data import DataLoader, Dataset
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import UNet
+    from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
+
+    samples = []
+    for _ in range(8):
+        image, label = 0.3 * torch.randn(1, 16, 16), torch.zeros(1, 16, 16)
+        image[:, 4:12, 4:12] += 1
+        label[:, 4:12, 4:12] = 1
+        samples.append({"image": image, "label": label})
+    prepared = Compose([EnsureTyped(["image", "label"]), ScaleIntensityd("image")])  # MetaTensor
+    model = UNet(2, 1, 2, channels=(4, 8), strides=(2,), norm="batch")
+    return {
+        "device": torch.device("cpu"),
+        "epochs": 2,
+        "loader": DataLoader(Dataset(samples, prepared), 2),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": DiceCELoss(to_onehot_y=True, softmax=True),
+    }
+
+
 def _stable_baselines3(folder: Path) -> dict[str, Any]:
     return {}
 
