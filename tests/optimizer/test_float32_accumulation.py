@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import batches, mlp, mse, same
+from loops import batches, bytes_held, mlp, mse, same
 from session_device import device
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -214,3 +214,27 @@ def test_undo_frees_the_memory_of_steps() -> None:
     mpinit.undo(model)
     gc.collect()
     assert buffer() is None and scheduler.optimizer is optimizer and session.masters is not None
+
+
+@pytest.mark.parametrize(("width", "kept"), [(64, 8), (1400, 8), (1500, 0)])
+def test_bytes_a_number_that_a_step_keeps_until_undo(width: int, kept: int) -> None:
+    """Keep a buffer of float32 masters and gradients, 8 bytes a number, if it has at most 16 MiB; undo frees it."""
+    gc.collect()
+    before, numbers = bytes_held(), width * width
+    model = nn.Linear(width, width, bias=False, device=device())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    found = []
+    for _ in range(2):
+        with mpinit.scale_loss(model(torch.ones(1, width, device=device())).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del scaled_loss
+        found.append((bytes_held() - before) / numbers)
+    mpinit.undo(model)
+    gc.collect()
+    found.append((bytes_held() - before) / numbers)
+    weight, remainder, float32 = 2, 2, 4
+    expected = [weight + remainder + kept, weight + remainder + kept, float32]
+    assert found == pytest.approx(expected, abs=2_000 / numbers), "up to 2,000 bytes are scalars"

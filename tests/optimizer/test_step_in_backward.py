@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import backward
+from loops import backward, bytes_held
 from models import Parts
 from states_by_name import assert_same
 from torch import Tensor, nn
@@ -91,12 +91,6 @@ def test_the_numbers_are_those_of_the_ordinary_loop(kind: str, name: str) -> Non
         assert mpinit.step_counts(optimizers[model.once.weight]) == (4, 0)
         mpinit.undo(model)
     assert_same(*ends, dtype=None)
-
-
-def bytes_held() -> int:
-    """Of all tensors that are alive."""
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize(("kind", "bytes_each"), [("split-int8", 6.15), ("full", 14.05), ("O0", 12.05)])

@@ -1,6 +1,7 @@
 """Training loops, by mpinit and by hand: what the tests of optimizers share."""
 
 import functools
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,12 @@ def batches(count: int, seed: int = 1, size: int = 4) -> list[Batch]:
         (torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)) for _ in range(count)
     ]
     return [placed(batch) for batch in made]
+
+
+def bytes_held() -> int:
+    """The bytes of all tensors that are alive, each memory counted once."""
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
