@@ -55,6 +55,10 @@ LEAST_TURNS: Final = 16
 # is used for more rounds.
 TURNS_IF_SLOW: Final = 4
 SLOW_S: Final = 0.25
+# On CUDA turns last longer, and are fewer: a process that has waited begins slowly, by more than a step.
+CUDA_TURNS: Final = 12
+CUDA_REPEAT_S: Final = 0.06
+CUDA_WARM_UP_S: Final = 0.03
 # Untimed repetitions before each turn fill the caches again. Repetitions of WARMED_BY_ITSELF_S or longer need none.
 WARM_UP_S: Final = 0.003
 WARMED_BY_ITSELF_S: Final = 0.012
@@ -272,12 +276,14 @@ class Round:
 
     def _plan(self, contender: str, once: float) -> None:
         repeat_s, limit_s = self.results.workload.repeat_s, self.effort.limit_s * self.results.workload.patience
+        warm_up_s, least = WARM_UP_S, LEAST_TURNS if once < SLOW_S else TURNS_IF_SLOW
+        if self.words["device"] == "cuda" and repeat_s and self.effort.size == "full":
+            repeat_s, warm_up_s, least = max(repeat_s, CUDA_REPEAT_S), CUDA_WARM_UP_S, min(least, CUDA_TURNS)
         self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
         fit = int(limit_s / (self.loops[contender] * once)) if once else 1
-        least = LEAST_TURNS if once < SLOW_S else TURNS_IF_SLOW
         self.turns[contender] = max(least, min(self.effort.turns, fit)) if once else 1
-        is_short = 0 < once < WARMED_BY_ITSELF_S
-        self.untimed[contender] = max(1, round(WARM_UP_S / once)) if is_short else 0
+        is_short = 0 < once < max(WARMED_BY_ITSELF_S, warm_up_s)
+        self.untimed[contender] = max(1, round(warm_up_s / once)) if is_short else 0
         self.answers[contender] = []
 
     def _ask(self, contenders: list[str], **request: Any) -> dict[str, dict[str, Any]]:

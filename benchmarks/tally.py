@@ -35,7 +35,7 @@ def kernels(work: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         work()
         torch.cuda.synchronize()
-    return sum(event.device_type is DeviceType.CUDA for event in recorded.events() or ())
+    return sum(event.device_type == DeviceType.CUDA for event in recorded.events() or ())
 
 
 def host_syncs(work: Callable[[], Any]) -> int:

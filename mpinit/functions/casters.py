@@ -151,17 +151,20 @@ def _lower(leading: int, original: Function, body: Function, device: str) -> Fun
 def _recurrent(name: str, original: Function) -> Function:
     """Run a recurrent network in bfloat16 on CUDA, where torch's autocast runs it in float16 whatever its dtype is.
 
-    Casts to float16 are torch's own: they copy all weights into cuDNN's buffer at once.
+    Casts to float16 are torch's own, which copies all weights into cuDNN's buffer at once, unless the weights have
+    several dtypes, which it refuses.
     """
 
     def recurrent_function(*args: Any, **kwargs: Any) -> Any:
+        is_here = len(args) == cudnn_weights.ARGUMENTS and isinstance(args[0], torch.Tensor) and args[0].is_cuda
+        if not is_here or not torch.is_autocast_enabled("cuda"):
+            return original(*args, **kwargs)
         dtype = torch.get_autocast_dtype("cuda")
-        is_here = bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_cuda
-        if not is_here or dtype is torch.float16 or not torch.is_autocast_enabled("cuda"):
+        if dtype is torch.float16 and len({weight.dtype for weight in cudnn_weights.weights_of(args)}) == 1:
             return original(*args, **kwargs)
         cast = [_cast(value, dtype, "cuda") for value in args]
         cudnn_weights.flatten_casts(name, args, cast)
-        return call_without_casts(original, *cast, **{key: _cast(each, dtype, "cuda") for key, each in kwargs.items()})
+        return call_without_casts(original, *cast, **kwargs)
 
     return recurrent_function
 

@@ -11,7 +11,22 @@ import torch
 
 # The name of torch's function -> cuDNN's name of the network, and its number of gates.
 NETWORKS: Final = {"lstm": ("LSTM", 4), "gru": ("GRU", 3), "rnn_tanh": ("RNN_TANH", 1), "rnn_relu": ("RNN_RELU", 1)}
-_ARGUMENTS: Final = 9
+ARGUMENTS: Final = 9
+
+
+def weights_of(args: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Return the weights among the arguments of ``torch.lstm`` and the like.
+
+    Args:
+        args: (input, hidden, weights, has_biases, layers, dropout, train, is_bidirectional, batch_first), or (input,
+            batch_sizes, hidden, weights, has_biases, layers, dropout, train, is_bidirectional).
+    """
+    weights: Sequence[torch.Tensor] = args[3 if _are_packed(args) else 2]
+    return weights
+
+
+def _are_packed(args: Sequence[Any]) -> bool:
+    return type(args[3]) is not bool
 
 
 def flatten_casts(function: str, given: Sequence[Any], cast: Sequence[Any]) -> None:
@@ -21,21 +36,17 @@ def flatten_casts(function: str, given: Sequence[Any], cast: Sequence[Any]) -> N
 
     Args:
         function: the function's name, such as "lstm".
-        given: its arguments: (input, hidden, weights, has_biases, layers, dropout, train, is_bidirectional,
-            batch_first), or (input, batch_sizes, hidden, weights, has_biases, layers, dropout, train,
-            is_bidirectional).
+        given: its arguments, as for :func:`weights_of`.
         cast: the same arguments after casts.
     """
-    if len(cast) != _ARGUMENTS or torch.compiler.is_compiling():
-        return
-    is_packed = type(cast[3]) is not bool
-    place = 3 if is_packed else 2
-    weights, has_biases, layers, _, _, is_bidirectional = cast[place : place + 6]
     cudnn: Any = torch.backends.cudnn
+    weights = weights_of(cast)
     # cudnn.is_acceptable refuses bfloat16, which cuDNN runs.
     is_usable = cudnn.is_available() and cudnn.enabled and all(weight.is_cuda for weight in weights)
-    if not is_usable or any(map(is_, weights, given[place])):
+    if not is_usable or torch.compiler.is_compiling() or any(map(is_, weights, weights_of(given))):
         return
+    is_packed = _are_packed(cast)
+    has_biases, layers, _, _, is_bidirectional = cast[4:9] if is_packed else cast[3:8]
     name, gates = NETWORKS[function]
     hidden_size, outputs = weights[0].size(0) // gates, weights[1].size(1)
     projections = outputs if outputs != hidden_size else 0
