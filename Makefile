@@ -5,7 +5,7 @@
 #   make test       the test suite but for what takes long, on torch and a few small packages    make test ARGS="-k trees"
 #   make test-long  the rest of it: frameworks, which it installs, several processes, compilers, benchmarks
 #   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
-#   make test-oldest  a smaller part of it on the oldest torch that is supported, in .venv-oldest
+#   make test-oldest  a smaller part of it on the oldest torch that is supported, in .venv-oldest: 4 minutes on two cores
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
 #   make package    build, check and try the wheel and the source archive, in runs/package/
