@@ -101,6 +101,29 @@ def training(found: All, folder: Path, dtype: str) -> str:
     return f"{shown(['', *rows], cells, asked)}\n\n![Time of a step over float32's, {dtype}]({picture})"
 
 
+def on_gpus(folders: list[Path]) -> str:
+    """Tabulate the steps that were measured on GPUs: times over float32's and over the hand-written loop's, kernels."""
+    parts = []
+    for folder in folders:
+        found = {name: each for name, each in load(folder).items() if each.workload.kind == "training"}
+        if not found or not folder.name.startswith("cuda"):
+            continue
+        parts.append(f"{where(found)}:")
+        for name, results in measurable(found).items():
+            rows = []
+            for contender in results.workload.contenders:
+                by_hand = "hand_fp16" if contender in BY_TYPE["float16"] else "hand_bf16"
+                if results.rounds(contender) and contender not in ("fp32", "fp32_again"):
+                    kernels = f"{results.facts(contender).get('kernels', '-')}"
+                    ratios = (relative(results, contender, reference) for reference in ("fp32", by_hand))
+                    rows.append([title_of(contender), *ratios, kernels])
+            parts.append(table([f"{name}: {results.workload.title}", "over float32", "over by hand", "kernels"], rows))
+        parts.append(shown([], [], found))
+        parts.append("Bytes per parameter there, with Adam:")
+        parts.append(memory(load(folder)))
+    return "\n\n".join(part for part in parts if part != NOT_THERE) or NOT_THERE
+
+
 def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str, Results]:
     return {
         key: results
@@ -374,6 +397,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
         "growth": lambda: growth(found, folder),
+        "gpu": lambda: on_gpus(machines()),
         "controls": lambda: controls(found),
         "missing": lambda: missing(found),
         "finetuned": finetuned,

@@ -63,8 +63,8 @@ def local(tensor: Any) -> torch.Tensor:
 def dense_view(gradient: torch.Tensor) -> torch.Tensor:
     """Return a real, dense tensor with a gradient's numbers, in the same memory.
 
-    For a sparse gradient it is the tensor of values, of which several belong to one element if the gradient is not
-    coalesced; for a complex one the real view; for a DTensor the local part.
+    For a complex gradient it is the real view, for a DTensor the local part. For a sparse gradient it is the tensor of
+    values; if the gradient is not coalesced, several of these belong to one element.
     """
     gradient = local(gradient)
     if gradient.is_sparse:

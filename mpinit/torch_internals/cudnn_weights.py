@@ -29,21 +29,21 @@ def _are_packed(args: Sequence[Any]) -> bool:
     return type(args[3]) is not bool
 
 
-def flatten_casts(function: str, given: Sequence[Any], cast: Sequence[Any]) -> None:
+def flatten_casts(function: str, arguments: Sequence[Any], cast: Sequence[Any]) -> None:
     """Move casts of weights into one buffer, before ``torch.lstm`` or the like is called with them.
 
     Nothing is done if a weight was not cast, because it is the caller's, or if cuDNN cannot run the network.
 
     Args:
         function: the function's name, such as "lstm".
-        given: its arguments, as for :func:`weights_of`.
+        arguments: its arguments, as for :func:`weights_of`.
         cast: the same arguments after casts.
     """
     cudnn: Any = torch.backends.cudnn
     weights = weights_of(cast)
     # cudnn.is_acceptable refuses bfloat16, which cuDNN runs.
     is_usable = cudnn.is_available() and cudnn.enabled and all(weight.is_cuda for weight in weights)
-    if not is_usable or torch.compiler.is_compiling() or any(map(is_, weights, weights_of(given))):
+    if not is_usable or torch.compiler.is_compiling() or any(map(is_, weights, weights_of(arguments))):
         return
     is_packed = _are_packed(cast)
     has_biases, layers, _, _, is_bidirectional = cast[4:9] if is_packed else cast[3:8]

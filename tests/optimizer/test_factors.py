@@ -18,7 +18,7 @@ TOLERANCE = {HALF: 2.0**-9, BF16: 2.0**-6}
 @pytest.mark.parametrize("scale", [2.0**17, 2.0**25, 1000.0])
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 def test_gradients_add_up_over_blocks_whatever_the_scale(dtype: torch.dtype, scale: float, skips: bool) -> None:
-    """In float16 2**17 is inf, and 2**-25 is 0; 1/1000 has 11 bits there, and 8 in bfloat16."""
+    """Use scales that 16 bits cannot hold: in float16 2**17 is inf and 2**-25 is 0; 1/1000 has 11 bits."""
     model = placed(nn.Linear(8, 4, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(

@@ -169,7 +169,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, name: str, packed: bool) -> None:
-    """torch.amp runs cuDNN's in float16, whatever its dtype is."""
+    """Compare with networks cast by hand: torch.amp runs cuDNN's in float16, whatever its dtype is."""
     if "projections" in name and device().type == "sim":
         pytest.skip("projections are cuDNN's and the CPU's")
     network = getattr(nn, name.split()[0])(6, 5, **NETWORKS[name])
