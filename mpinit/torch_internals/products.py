@@ -48,11 +48,11 @@ def _check(tensors: Iterable[torch.Tensor], factor: torch.Tensor | None) -> list
         if dtype != torch.float64 and _is_supported(alike[0]):
             _multiply_and_check_alike_(alike, found[device], factor)
             continue
-        largest = torch._foreach_norm([each for each in alike if each.numel()], math.inf)
-        if largest and dtype == torch.float64:
-            found[device].copy_(torch.maximum(found[device], (~torch.stack(largest).isfinite()).any()))
-        elif largest:
-            _multiply_and_check_alike_([torch.stack(largest).float()], found[device], None)
+        norms = torch._foreach_norm([each for each in alike if each.numel()], math.inf)
+        if norms and dtype != torch.float64 and _is_supported(found[device]):
+            _multiply_and_check_alike_([torch.stack(norms).float()], found[device], None)
+        elif norms:
+            found[device].copy_(torch.maximum(found[device], (~torch.stack(norms).isfinite()).any()))
         if factor is not None:
             _multiply_alike_(alike, factor.to(device))
     return list(found.values())

@@ -1,12 +1,15 @@
 """Scales and clipping factors that 16 bits cannot hold: products are float32's, rounded once, on accelerators too."""
 
+import math
+
 import pytest
 import torch
-from casts import BF16, HALF
-from session_device import placed
+from casts import BF16, FP32, HALF
+from session_device import device, placed
 from torch import nn
 
 import mpinit
+from mpinit.torch_internals import products
 
 pytestmark = pytest.mark.device
 
@@ -49,3 +52,30 @@ def test_a_clipped_gradient_is_the_float32_product_rounded_once(dtype: torch.dty
     for weight, gradient in zip(weights, before, strict=True):
         assert weight.grad is not None
         assert torch.equal(weight.grad, (gradient * factor).to(dtype))
+
+
+@pytest.mark.parametrize("missing", [(BF16,), (BF16, FP32)], ids=["bfloat16", "all"])
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+def test_without_torchs_kernel_the_same_steps_are_skipped(
+    bad: float | None, missing: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train as on a device that has no kernel to unscale and check gradients of some dtypes, as CUDA for bfloat16."""
+    for dtype in missing:
+        monkeypatch.setitem(products._has_kernel, (device().type, dtype), False)
+    model = placed(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(
+        model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0, verbosity=0
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    x = placed(torch.rand(5, 4, generator=torch.Generator().manual_seed(0)))
+    loss = model(x).float().square().mean()
+    if bad is not None:
+        loss = loss + model[0].bias[1].float() * bad
+    with mpinit.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer) == (bad is not None)
+    assert mpinit.loss_scale(optimizer) == (8.0 if bad is None else 4.0)
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert all(moved) if bad is None else not any(moved)
