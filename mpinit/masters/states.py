@@ -11,11 +11,15 @@ import torch
 from torch.optim import Optimizer
 
 from ..distributed.sharding import is_sharded, shard, sharded_as
-from .codecs.codec import Codec
-from .codecs.encoded import EncodedState, encoded_part, with_numbers
+from ..torch_internals.bulk import in_pieces
+from ..torch_internals.running import reads_without_sync
+from .codecs.codec import Codec, tensor_rows
+from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
 SMALLEST: Final = 4096
+# How many numbers of several states are decoded or encoded together, which needs some copies of them.
+_TOGETHER: Final = 1 << 22
 
 _States = Sequence[dict[Any, Any]]
 
@@ -25,10 +29,11 @@ class EncodedStates:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        self._tensors: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
         """Decode several states; return codes by (id of the state, key): :meth:`encode` reuses their memory."""
-        return {(id(state), key): encoded for state in states for key, encoded in decode(state).items()}
+        return decode(states)
 
     def encode(
         self,
@@ -42,6 +47,9 @@ class EncodedStates:
         """
         made: dict[int, EncodedState] = {}
         used: set[int] = set()
+        # States that are encoded together, by id, and the entries that they replace afterwards.
+        together: dict[int, tuple[EncodedState, torch.Tensor]] = {}
+        entries: list[tuple[dict[Any, Any], Any, Any]] = []
         for parameter, state in members:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 continue
@@ -54,22 +62,66 @@ class EncodedStates:
                     # Two entries may have been one.
                     if encoded is None or id(encoded) in used or encoded.stride() != part.stride():
                         encoded = EncodedState.of(part, self.codec)
+                    elif _is_faster_together(encoded):
+                        together[id(encoded)] = encoded, part
                     else:
                         encoded.write(part)
                     used.add(id(encoded))
                     made[id(value)] = encoded
-                state[key] = sharded_as(encoded, value)
+                if id(encoded) in together:
+                    entries.append((state, key, value))
+                else:
+                    state[key] = sharded_as(encoded, value)
+        self._write(list(together.values()))
+        for state, key, value in entries:
+            state[key] = sharded_as(made[id(value)], value)
+
+    def _write(self, written: Sequence[tuple[EncodedState, torch.Tensor]]) -> None:
+        for indices in _groups([state for state, _ in written]):
+            states, values = [written[index][0] for index in indices], [written[index][1] for index in indices]
+            if len(states) == 1:
+                states[0].write(values[0])
+                continue
+            kind = rows_of(states), states[0].device
+            if kind not in self._tensors:
+                self._tensors[kind] = tensor_rows(*kind)
+            write_together(states, values, self._tensors[kind])
 
 
-def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
+def decode(states: _States) -> dict[tuple[int, Any], EncodedState]:
     """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
-    codes = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
-    numbers: dict[int, Any] = {}
-    for key, encoded in codes.items():
-        if id(encoded) not in numbers:
-            numbers[id(encoded)] = with_numbers(state[key])
-        state[key] = numbers[id(encoded)]
+    codes = {
+        (id(state), key): encoded
+        for state in states
+        for key, value in state.items()
+        if (encoded := encoded_part(value)) is not None
+    }
+    distinct = list({id(each): each for each in codes.values()}.values())
+    numbers: dict[int, torch.Tensor] = {}
+    for indices in _groups(distinct):
+        group = [distinct[index] for index in indices]
+        values = decode_together(group) if len(group) > 1 else [each.decoded() for each in group]
+        numbers.update(zip(map(id, group), values, strict=True))
+    wrapped: dict[int, Any] = {}
+    for state in states:
+        for key, value in state.items():
+            if (id(state), key) in codes:
+                known = id(codes[id(state), key])
+                if known not in wrapped:
+                    wrapped[known] = sharded_as(numbers[known], value)
+                state[key] = wrapped[known]
     return codes
+
+
+def _is_faster_together(state: EncodedState) -> bool:
+    """Return whether the start of an operation costs more than the operation, as on an accelerator."""
+    return not reads_without_sync(state.device)
+
+
+def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
+    """Return the indices of the states of each group that is decoded or encoded together, all by the first's codec."""
+    are_usual = (_is_faster_together(state) and state.codec.name == states[0].codec.name for state in states)
+    return in_pieces(states, are_usual, _TOGETHER)
 
 
 def shown(state_dict: dict[str, Any]) -> dict[str, Any]:

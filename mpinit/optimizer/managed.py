@@ -332,9 +332,7 @@ def _decode_states(managed: ManagedOptimizer) -> None:
         return
     managed.scope.close()
     for holder in managed.members.holders():
-        for state in holder.state.values():
-            if isinstance(state, dict):
-                decode(state)
+        decode([state for state in holder.state.values() if isinstance(state, dict)])
 
 
 def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:

@@ -131,11 +131,12 @@ def set_all_data(tensors: Iterable[torch.Tensor], values: Sequence[torch.Tensor]
     consume(map(_SET_DATA_OF, tensors, values))
 
 
-def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool]) -> list[list[int]]:
+def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool], limit: int = _PIECE) -> list[list[int]]:
     """Divide tensors into groups of one device and limited size, to compute a group in one operation.
 
     Args:
         are_usual: of each tensor, whether it may be in a group with others. Large and empty ones are alone, too.
+        limit: the largest number of elements of a group of several.
 
     Returns:
         The indices of each group.
@@ -144,10 +145,10 @@ def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool]) -> lis
     last: dict[torch.device, tuple[list[int], int]] = {}
     for index, (tensor, is_usual) in enumerate(zip(tensors, are_usual, strict=True)):
         size = tensor.numel()
-        group, count = last.get(tensor.device, ([], _PIECE))
+        group, count = last.get(tensor.device, ([], limit))
         if not is_usual or not size or tensor.is_meta:
             groups.append([index])
-        elif count + size > _PIECE:
+        elif count + size > limit:
             groups.append([index])
             last[tensor.device] = groups[-1], size
         else:

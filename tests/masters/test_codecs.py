@@ -4,6 +4,7 @@ Below the public face: the codecs are tried on chosen numbers, which a training 
 """
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_device import device, placed
 
 from mpinit.masters.codecs import codec as blocks
 from mpinit.masters.codecs.bfloat16 import BFloat16
-from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows
-from mpinit.masters.codecs.encoded import EncodedState
+from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, tensor_rows
+from mpinit.masters.codecs.encoded import EncodedState, decode_together, rows_of, write_together
 from mpinit.masters.codecs.minifloat import Minifloat
 
 CODECS = [BFloat16(), Minifloat()]
@@ -152,6 +154,36 @@ def test_an_encoded_tensor_reads_as_its_numbers(codec: Codec) -> None:
     assert type(torch.empty_like(values).copy_(state)) is torch.Tensor
     torch._foreach_zero_([state])
     assert not state.any()
+
+
+@pytest.mark.device
+@each
+def test_states_written_together_have_the_codes_of_each_alone(codec: Codec) -> None:
+    """Use sizes with and without a part of a row, of a group of rows, and of less than one group; inf and nan too."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(5000,), (64, 64), (1,), (40, 128), (8, 3, 5, 5), (33, 128, 3), (129,)]
+
+    def some_values() -> list[torch.Tensor]:
+        found = [torch.randn(size, generator=generator) for size in sizes]
+        found[1].square_()
+        found[3][2, 3], found[3][9, 1] = math.inf, math.nan
+        found[4] = found[4].to(memory_format=torch.channels_last)
+        return [placed(values) for values in found]
+
+    alone = [EncodedState.of(values, codec) for values in some_values()]
+    together = copy.deepcopy(alone)
+    values = some_values()
+    for state, each_values in zip(alone, values, strict=True):
+        state.write(each_values)
+    rows = rows_of(together)
+    assert len(set(rows)) > 4
+    write_together(together, values, tensor_rows(rows, device()))
+    numbers = decode_together(together)
+    for ours, theirs, found in zip(together, alone, numbers, strict=True):
+        for our_codes, their_codes in zip(ours.codes, theirs.codes, strict=True):
+            assert torch.equal(our_codes.view(torch.uint8), their_codes.view(torch.uint8))
+        assert found.stride() == theirs.stride()
+        torch.testing.assert_close(found, theirs.decoded(), rtol=0, atol=0, equal_nan=True)
 
 
 @each

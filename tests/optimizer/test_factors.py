@@ -1,4 +1,7 @@
-"""Scales and clipping factors that 16 bits cannot hold: products are float32's, rounded once, on accelerators too."""
+"""Scales and clipping factors that 16 bits cannot hold: products are float32's, rounded once, on accelerators too.
+
+Below the public face: a device without a kernel of torch is simulated where the package remembers which there are.
+"""
 
 import math
 

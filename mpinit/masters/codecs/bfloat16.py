@@ -36,12 +36,14 @@ class BFloat16(Codec):
     def empty(self, rows: int, device: torch.device) -> Codes:
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
-    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
+    def encode_by(
+        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
+    ) -> None:
         """Add up to one unit in the last place, and cut off."""
         if native is not None:
             native.round(values, *codes)
         else:
-            _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values))
+            _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values, tensors))
 
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
         values.copy_(codes[0])

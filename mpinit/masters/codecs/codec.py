@@ -1,6 +1,8 @@
 """The interface of encodings: blocks of float32 numbers to a few tensors of codes, and back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -30,16 +32,24 @@ class Codec(ABC):
     def empty(self, rows: int, device: torch.device) -> Codes:
         """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
-    def encode_(self, values: torch.Tensor, codes: Codes) -> None:
-        """Write the codes of ``values`` (float32, (rows, BLOCK), contiguous)."""
-        self.encode_by(_native_for(self, values), values, codes)
+    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
+        """Write the codes of ``values``.
+
+        Args:
+            values: float32, (rows, BLOCK), contiguous.
+            codes: the tensors to write to, with as many rows.
+            tensors: what :func:`tensor_rows` makes, if the values are those of several tensors; one by default.
+        """
+        self.encode_by(_native_for(self, values) if tensors is None else None, values, codes, tensors)
 
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
         self.decode_by(_native_for(self, values), codes, values)
 
     @abstractmethod
-    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
+    def encode_by(
+        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
+    ) -> None:
         """Encode by the functions of ``one_pass.cpp``; None: by torch's operations, which are the specification."""
 
     @abstractmethod
@@ -96,14 +106,36 @@ _ROW: Final = 0x85EBCA6B - 2**32
 _STIR: Final = 0x27D4EB2F
 
 
-def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensor_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Make what :func:`noise_arguments` needs to know of several tensors, which have so many rows each.
+
+    It is copied to the device, which is a device sync.
+    """
+    groups = [max(count // _NEIGHBOURS, 1) for count in rows]
+    ends = list(accumulate(rows))
+    # For each tensor: the row after its last, its first row, its first group, the number of its groups without one.
+    lines = [ends, [0, *ends[:-1]], [0, *accumulate(groups[:-1])], [count - 1 for count in groups]]
+    return torch.tensor(lines, dtype=torch.int32, device=device)
+
+
+def noise_arguments(
+    values: torch.Tensor, tensors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make the arguments of :func:`noise` for a tensor (rows, BLOCK): rows' numbers and groups, and places in a row.
 
-    A group is 32 rows; the last group also has the remaining rows.
+    A group is 32 rows; the last group also has the remaining rows. If the values are those of several tensors, numbers
+    and groups begin anew with each: ``tensors`` is then made by :func:`tensor_rows`.
     """
-    rows = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
-    groups = (rows // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
-    return rows * _ROW, groups, torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
+    numbers = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
+    places = torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
+    if tensors is None:
+        groups = (numbers // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
+        return numbers * _ROW, groups, places
+    ends, *others = tensors
+    which = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+    first, group, last = (line[which] for line in others)
+    numbers = numbers - first
+    return numbers * _ROW, torch.minimum(numbers // _NEIGHBOURS, last).add_(group), places
 
 
 def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

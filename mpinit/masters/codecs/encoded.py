@@ -1,6 +1,6 @@
 """A tensor of an optimizer's state as it is between steps: codes that read as float32 numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -120,6 +120,40 @@ class EncodedState(torch.Tensor):
     def _own_codes(self) -> Codes:
         # Copied, because the codes may be views of a bucket's.
         return tuple(code.clone() for code in self.codes)
+
+
+def decode_together(states: Sequence[EncodedState]) -> list[torch.Tensor]:
+    """Return the numbers of several states of one codec and device, in as many operations as those of one."""
+    rows = rows_of(states)
+    codes = tuple(map(torch.cat, zip(*(state.codes for state in states), strict=True)))
+    values = torch.empty(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
+    states[0].codec.decode_(codes, values)
+    return [state.shaped(part) for state, part in zip(states, values.split_with_sizes(rows), strict=True)]
+
+
+def rows_of(states: Sequence[EncodedState]) -> tuple[int, ...]:
+    """Return the number of rows of each state."""
+    return tuple(len(state.codes[0]) for state in states)
+
+
+def write_together(states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor) -> None:
+    """Encode other numbers of several states of one codec and device.
+
+    Args:
+        values: the numbers of each state, in float32 and of its strides.
+        tensors: what :func:`codec.tensor_rows` makes of the states' rows.
+    """
+    rows = rows_of(states)
+    together = torch.zeros(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
+    flats = [flat(each.detach()) for each in values]
+    parts = [part.view(-1)[: each.numel()] for part, each in zip(together.split_with_sizes(rows), flats, strict=True)]
+    torch._foreach_copy_(parts, flats)
+    codec = states[0].codec
+    made = codec.empty(sum(rows), together.device)
+    codec.encode_(together, made, tensors)
+    with InterruptsDelayed():
+        for own, new in zip(zip(*(state.codes for state in states), strict=True), made, strict=True):
+            torch._foreach_copy_(list(own), list(new.split_with_sizes(rows)))
 
 
 def encoded_part(value: Any) -> EncodedState | None:

@@ -57,12 +57,14 @@ class Minifloat(Codec):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
+    def encode_by(
+        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
+    ) -> None:
         """Find each block's scale, and round."""
         if native is not None:
             native.encode(values, *codes)
         else:
-            _ENCODE(values, *codes, *noise_arguments(values))
+            _ENCODE(values, *codes, *noise_arguments(values, tensors))
 
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
         """Put the bits that were cut off back as zeros, and scale."""
