@@ -1,4 +1,4 @@
-"""How what mpinit costs grows with parameters, modules and ranks, by counts: ``python -m benchmarks.growth_counts``.
+"""The growth of mpinit's cost with parameters, modules and ranks, by counts: ``python -m benchmarks.growth_counts``.
 
 It counts function calls, bytes and collectives in real runs, on up to four gloo ranks, and no time. It writes the
 figures, the picture and the table of the page about growth.

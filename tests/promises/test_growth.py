@@ -1,8 +1,7 @@
 """What steps cost grows with nothing, and no step waits for a device."""
 
-import gc
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,29 +11,14 @@ from models import LEVELS
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import mpinit
+from benchmarks.growth_counts import calls_of
 
 # At four times the size as many calls, and no more than a little beside.
 SMALL, LARGE = 6, 24
 ALLOWED = 1.1 * LARGE / SMALL
-
-
-def calls_of(run: Callable[[], Any]) -> int:
-    """How many functions, of Python and of C, a run calls."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    gc.disable()
-    try:
-        sys.setprofile(note)
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
 
 
 def calls_of_a_life(way: dict[str, Any], modules: int, optimizers: int) -> dict[str, int]:
