@@ -156,15 +156,18 @@ def _recurrent(name: str, original: Function) -> Function:
     """
 
     def recurrent_function(*args: Any, **kwargs: Any) -> Any:
-        is_here = len(args) == cudnn_weights.ARGUMENTS and isinstance(args[0], torch.Tensor) and args[0].is_cuda
-        if not is_here or not torch.is_autocast_enabled("cuda"):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+        if not tensors or not torch.is_autocast_enabled("cuda"):
             return original(*args, **kwargs)
-        dtype = torch.get_autocast_dtype("cuda")
-        if dtype is torch.float16 and len({weight.dtype for weight in cudnn_weights.weights_of(args)}) == 1:
-            return original(*args, **kwargs)
+        dtype, are_usual = torch.get_autocast_dtype("cuda"), len(args) == cudnn_weights.ARGUMENTS
+        if dtype is torch.float16:
+            weights = cudnn_weights.weights_of(args) if are_usual else tensors
+            if len({weight.dtype for weight in weights}) == 1:
+                return original(*args, **kwargs)
         cast = [_cast(value, dtype, "cuda") for value in args]
-        cudnn_weights.flatten_casts(name, args, cast)
-        return call_without_casts(original, *cast, **kwargs)
+        if are_usual:
+            cudnn_weights.flatten_casts(name, args, cast)
+        return call_without_casts(original, *cast, **{key: _cast(each, dtype, "cuda") for key, each in kwargs.items()})
 
     return recurrent_function
 

@@ -196,3 +196,19 @@ def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, na
         assert torch.equal(ours, before_)
         torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=0.05, atol=0.05)
     mpinit.undo(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_recurrent_function_called_by_keywords_is_cast_too(dtype: torch.dtype) -> None:
+    network = placed(nn.GRU(6, 5))
+    mpinit.initialize(network, None, "O1", patch_torch_functions_type=dtype, verbosity=0)
+    x = placed(torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0)))
+    hidden = torch.zeros(1, 2, 5, device=device())
+    settings = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        with torch.autocast(device().type, dtype):
+            output, _ = torch.gru(input=x, hx=hidden, params=network._flat_weights, batch_first=False, **settings)
+    assert output.dtype is dtype
+    mpinit.undo(network)
+    torch.testing.assert_close(output.float(), network(x)[0], rtol=0.02, atol=0.02)
