@@ -11,7 +11,7 @@ from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..torch_internals import products
 from ..torch_internals.bulk import grads_of, in_fewer_tensors
 from .agreement import Group, device_for
-from .sharding import dense_view, is_sharded, local, redistribute_like
+from .sharding import dense_views, is_sharded, local, redistribute_like
 
 _NOT_FINITE: Final = (
     "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "
@@ -71,9 +71,9 @@ def clip_grad_norm_(
     return total
 
 
-def _clip(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+def _clip(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Multiply gradients in place by ``max_norm / norm`` if the norm is larger, as torch does."""
-    products.multiply_(map(dense_view, gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    products.multiply_(dense_views(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..torch_internals.bulk import are_alike
+
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
@@ -70,6 +72,11 @@ def dense_view(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse:
         gradient = gradient._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def dense_views(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the :func:`dense_view` of each gradient."""
+    return gradients if not gradients or are_alike(gradients) else [dense_view(gradient) for gradient in gradients]
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import nn
 
-from ..distributed.sharding import dense_view, is_distributed, is_sharded
+from ..distributed.sharding import dense_views, is_distributed, is_sharded
 from ..masters.masters import Masters
 from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
@@ -400,7 +400,7 @@ def _used(state: GradientState, weights: Sequence[nn.Parameter], keeps_check: bo
 
 def _check_plain(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     dense = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in gradients]
-    return _combine(products.check(_dense_views(dense)), device)
+    return _combine(products.check(dense_views(dense)), device)
 
 
 # -- lists of gradients ------------------------------------------------------------------------------------------------
@@ -410,11 +410,6 @@ def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Return whether any of several checks found inf or nan; None without a check."""
     made = [check for check in checks if check is not None]
     return functools.reduce(torch.maximum, made) if made else None
-
-
-def _dense_views(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return real, dense tensors with the gradients' numbers, in the same memory."""
-    return gradients if not gradients or are_alike(gradients) else [dense_view(gradient) for gradient in gradients]
 
 
 def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
@@ -430,7 +425,7 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
         return found_inf
-    found = products.multiply_and_check_(_dense_views(gradients), inverse_scale)
+    found = products.multiply_and_check_(dense_views(gradients), inverse_scale)
     return _combine(found, inverse_scale.device)
 
 
@@ -451,17 +446,9 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
 
 def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the largest magnitude, 0-dimensional float32; nan if there is a nan. Of shards only the local part."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        dense = dense_view(gradient)
-        # The norm of an empty tensor raises.
-        if dense.numel():
-            groups.setdefault((dense.device, dense.dtype), []).append(dense)
-    if not groups:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    # In one call for all: on an accelerator this runs for each accumulated backward pass.
-    norms = [torch.stack(torch._foreach_norm(group, math.inf)).amax().float() for group in groups.values()]
-    return _combine(norms, device)
+    norms = products.largest(dense_views(gradients))
+    found = [torch.stack(each).amax().float() for each in norms]
+    return _combine(found, device) if found else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -476,4 +463,4 @@ def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> 
     if are_plain(gradients, inverse_scale.device):
         torch._foreach_mul_(list(gradients), inverse_scale)
         return
-    products.multiply_(_dense_views(gradients), inverse_scale)
+    products.multiply_(dense_views(gradients), inverse_scale)

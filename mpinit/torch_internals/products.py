@@ -48,7 +48,7 @@ def _check(tensors: Iterable[torch.Tensor], factor: torch.Tensor | None) -> list
         if dtype != torch.float64 and _is_supported(alike[0]):
             _multiply_and_check_alike_(alike, found[device], factor)
             continue
-        norms = torch._foreach_norm([each for each in alike if each.numel()], math.inf)
+        norms = _largest_of_alike(alike)
         if norms and dtype != torch.float64 and _is_supported(found[device]):
             _multiply_and_check_alike_([torch.stack(norms).float()], found[device], None)
         elif norms:
@@ -56,6 +56,16 @@ def _check(tensors: Iterable[torch.Tensor], factor: torch.Tensor | None) -> list
         if factor is not None:
             _multiply_alike_(alike, factor.to(device))
     return list(found.values())
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the largest magnitude of each real, dense tensor that is not empty, by device and dtype; nan for a nan."""
+    return [norms for alike in _by_kind(tensors) if (norms := _largest_of_alike(alike))]
+
+
+def _largest_of_alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    # The norm of an empty tensor raises.
+    return list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf))
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import mpinit
+from mpinit.distributed.sharding import dense_view
 from mpinit.optimizer import gradients as unscaling
 
 pytestmark = pytest.mark.device
@@ -175,7 +176,7 @@ def test_unscaling_multiplies_and_finds_nothing_wrong(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "empty"])
 def test_inf_and_nan_are_found_wherever_they_are(kind: str, bad: float) -> None:
     everything = kinds()
-    dense = unscaling.dense_view(everything[kind])
+    dense = dense_view(everything[kind])
     dense[(-1,) * dense.dim()] = bad
     found_inf = unscaling.unscale_and_check_(list(everything.values()), INVERSE)
     assert found_inf is not None and found_inf.item() == 1.0
