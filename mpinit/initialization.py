@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from . import checks, registry
 from .basics.logs import log
-from .basics.patching import UndoStack, for_each
+from .basics.patching import UndoStack, for_each, undo_dropped
 from .basics.tables import counted
 from .plan import make_plan
 from .session import Request, Session
@@ -212,6 +212,7 @@ def initialize(
     settings, chosen, from_config = read_settings(keywords)
     level, props = resolve(opt_level, chosen, from_config)
     checks.check_free(model_list, optimizer_list)
+    undo_dropped()
     if settings.enabled:
         plan = make_plan(props)
         index, names_in_16_bit = checks.check(model_list, optimizer_list, plan, settings.await_optimizers)
@@ -347,3 +348,4 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
         for_each(Session.undo, sorted(found, key=lambda session: -session.number))
     finally:
         registry.enable(listed)
+    undo_dropped()

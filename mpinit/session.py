@@ -125,6 +125,7 @@ class Session:
 
     def _apply(self, index: ModelIndex) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
+        push(self.masters.stop_recording)
         targets = dict(selected.targets)
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters

@@ -16,7 +16,7 @@ from undo_snapshots import end_dropped_sessions
 
 import mpinit
 from mpinit import functions, registry
-from mpinit.basics.patching import Undo
+from mpinit.basics.patching import Undo, undo_dropped
 from mpinit.functions import installation
 from mpinit.torch_internals import native_autocast, one_pass, one_pass_build
 
@@ -72,6 +72,7 @@ def _quick_collector() -> None:
 def _same_start() -> Iterator[None]:
     if installation.INSTALLATION.original(torch, "log") is not torch.log:
         end_dropped_sessions()
+    undo_dropped()
     torch.manual_seed(0)
     registered = list(installation.REGISTERED)
     yield

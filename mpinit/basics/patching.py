@@ -1,4 +1,4 @@
-"""Reversible patches of attributes, and a block that delays Ctrl-C.
+"""Reversible patches of attributes, undos of objects that are dropped, and a block that delays Ctrl-C.
 
 A patch does not keep its object alive.
 """
@@ -134,6 +134,42 @@ class UndoStack:
                 del self._undos[index]
         if first_error is not None:
             _raise_first([first_error, *kept])
+
+
+# The undos of objects that were freed.
+_waiting: Final[list[Undo]] = []
+
+
+def undo_when_dropped(owner: object, undo: Undo) -> Undo:
+    """Let :func:`undo_dropped` call ``undo`` after ``owner`` was freed, unless the result is called before.
+
+    Python frees an object at any line, in any thread: the garbage collector may run while torch iterates over a dict of
+    hooks, and removing a hook from that dict makes torch raise ``OrderedDict mutated during iteration``. So nothing is
+    removed at that moment. Until the undo runs, what it removes has to do nothing.
+
+    Args:
+        owner: the object.
+        undo: the undo, which must not keep the owner alive.
+
+    Returns:
+        A function that calls ``undo`` at once.
+    """
+    finalizer = weakref.finalize(owner, _waiting.append, undo)
+    finalizer.atexit = False
+
+    def undo_now() -> None:
+        undo()
+        finalizer.detach()
+
+    return undo_now
+
+
+def undo_dropped() -> None:
+    """Run the undos of all owners that were freed. One that raises, or is interrupted, is kept for the next call."""
+    while _waiting:
+        undo = _waiting[0]
+        undo()
+        _waiting.remove(undo)
 
 
 class SharedPatches:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.logs import log
-from ..basics.patching import InterruptsDelayed, Undo, UndoStack
+from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_dropped
 from ..plan import Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
@@ -244,9 +244,6 @@ def _clear_function_tables() -> None:
 
 INSTALLATION: Final = Installation()
 
-# The undos of sessions that were garbage-collected without undo; the next session runs them.
-_dropped: Final[list[Undo]] = []
-
 
 def apply(plan: Plan, owner: object = None) -> Undo:
     """Make torch's functions follow the cast policy, and switch casts on in this thread if the plan has it.
@@ -257,16 +254,12 @@ def apply(plan: Plan, owner: object = None) -> Undo:
 
     Args:
         plan: the resolved configuration.
-        owner: an object whose garbage collection switches the casts off; the next call then removes the wrappers.
-            Default None.
+        owner: an object whose garbage collection switches the casts off; the next ``initialize`` then removes the
+            wrappers. Default None.
 
     Returns:
         The undo, to be called in the same thread. A second call does nothing, or completes an interrupted one.
     """
-    while _dropped:
-        undo = _dropped[0]
-        undo()
-        _dropped.remove(undo)
     undos = UndoStack()
     casts = ThreadCasts()
     try:
@@ -292,22 +285,17 @@ def _end(casts: ThreadCasts) -> None:
 def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
     """Return a function that calls ``undo``. If ``owner`` is garbage-collected before, casts are switched off then.
 
-    In that case the wrappers are removed by the next session. The garbage collector cannot remove them, because it may
-    run in any thread, in the middle of another installation.
+    In that case the next ``initialize`` removes the wrappers.
     """
+    at_once = weakref.finalize(owner, casts.end)
+    at_once.atexit = False
+    undo_now = undo_when_dropped(owner, undo)
 
-    def dropped() -> None:
-        casts.end()
-        _dropped.append(undo)
+    def undo_in_order() -> None:
+        at_once.detach()
+        undo_now()
 
-    finalizer = weakref.finalize(owner, dropped)
-    finalizer.atexit = False
-
-    def undo_now() -> None:
-        finalizer.detach()
-        undo()
-
-    return undo_now
+    return undo_in_order
 
 
 # Packages to skip: torch's modules import each other's functions by name, and no user can change that.

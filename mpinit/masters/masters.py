@@ -1,6 +1,6 @@
 """Base of a session's masters: the float32 meaning of every 16-bit weight that is trained."""
 
-import weakref
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.modules import Names
+from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_distributed, is_sharded, set_data, shard
 from ..torch_internals.parameter_data import DataUse, record_data_use, stop_recording, stop_recording_all
 
@@ -131,6 +132,7 @@ class Masters(ABC):
         keeps_bits: whether the code that uses the masters now changes no weight, as ``load_state_dict`` of an
             optimizer. Then the masters' lower bits are kept, also of weights that were written to and may be restored.
         data_use: the uses of ``data`` of the weights, and of masters that users have.
+        stop_recording: a function that ends the record of these uses.
         steps_in_parts: whether a step makes float32 masters of a bucket of weights at a time.
     """
 
@@ -141,8 +143,7 @@ class Masters(ABC):
         self._of: dict[int, Master] = {}
         self.are_in_model = self.keeps_bits = False
         self.data_use = DataUse()
-        # Also where a session is dropped without an undo.
-        weakref.finalize(self, stop_recording_all, self.data_use).atexit = False
+        self.stop_recording = undo_when_dropped(self, functools.partial(stop_recording_all, self.data_use))
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))

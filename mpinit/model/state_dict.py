@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
-from ..basics.patching import for_each
+from ..basics.patching import Undo, for_each, undo_when_dropped
 from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded
@@ -40,7 +40,8 @@ class Float32State:
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
-        self._registrations: RemovableHandle | None = None
+        self._registrations: list[RemovableHandle] = []
+        self._stop_following: Undo | None = None
         # A module has two hooks, with this key and its negative. 0 is not used, because it is its own negative.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
@@ -51,14 +52,14 @@ class Float32State:
     def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
         """Hook the models and the modules in them."""
         add_hooks = functools.partial(_add_hooks_to_new_part, weakref.ref(self), self.key)
-        self._registrations = register_module_module_registration_hook(add_hooks)
-        weakref.finalize(self, self._registrations.remove).atexit = False
+        self._stop_following = undo_when_dropped(self, functools.partial(_remove_all, self._registrations))
+        self._registrations.append(register_module_module_registration_hook(add_hooks))
         self._hook(modules)
 
     def remove(self) -> None:
         """Remove the hooks from every module that has them."""
-        if self._registrations is not None:
-            self._registrations.remove()
+        if self._stop_following is not None:
+            self._stop_following()
         for_each(self._remove_from, list(self._modules))
 
     def _remove_from(self, module: nn.Module) -> None:
@@ -218,7 +219,7 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it saves its own weights.
-        nothing = ("_values", "_originals", "_registrations", "_outermost_load", "_destination")
+        nothing = ("_values", "_originals", "_registrations", "_stop_following", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
             "_modules": set(),
@@ -262,6 +263,11 @@ def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str)
                 if saved is not None:
                     return saved is tensor
     return False
+
+
+def _remove_all(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:

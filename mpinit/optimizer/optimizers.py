@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import is_lower_precision
-from ..basics.patching import UndoStack
+from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.wrappers import unwrapped
 from ..distributed.sharding import is_distributed, model_parameters
 from ..masters.masters import IN_FLOAT32, Masters
@@ -173,7 +173,7 @@ class ManagedOptimizers:
         """Stop awaiting optimizers: masters of weights that no optimizer has are dropped."""
         self.awaits = False
         masters, casts = self.shared.values.masters, self.shared.values.casts
-        stepped = {id(weight) for members in self.shared.members for weight in members.weights}
+        stepped = {id(weight) for members in self.shared.members[:] for weight in members.weights}
         unclaimed = [master for master in masters if id(master.weight) not in stepped]
         for master in unclaimed:
             masters.values(master)
@@ -183,11 +183,11 @@ class ManagedOptimizers:
 
     def gradients_beside(self, own: Sequence[ManagedOptimizer]) -> list[Gradients]:
         """List the gradients that a loss may reach, besides those of the optimizers ``own``."""
-        for members in self.shared.members:
+        for members in self.shared.members[:]:
             members.sync_groups()
-        (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members])
+        (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members[:]])
         if unowned is None or known != key:
-            stepped = {id(weight) for members in self.shared.members for weight in members.weights}
+            stepped = {id(weight) for members in self.shared.members[:] for weight in members.weights}
             weights = [p for p in self.initialized.parameters() if id(p) not in stepped]
             before, unowned = unowned, Gradients(weights, self.shared.values.masters)
             if before is not None:
@@ -273,8 +273,7 @@ class StepGuard:
             if guard is not None:
                 guard.check(optimizer)
 
-        weakref.finalize(self, remove_own_hook, check).atexit = False
-        undos.push(partial(remove_own_hook, check))
+        undos.push(undo_when_dropped(self, partial(remove_own_hook, check)))
         register_own_hook(check)
 
     def check(self, optimizer: Optimizer) -> None:

@@ -225,7 +225,7 @@ class OverflowAgreement:
     def groups(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
         wrappers = self._wrappers_with(WrapperStatus.AGREED)
-        key = (*(members.generation for members in self._members), -1, *map(id, wrappers))
+        key = (*(members.generation for members in self._members[:]), -1, *map(id, wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()
             reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
@@ -234,7 +234,7 @@ class OverflowAgreement:
             local = [wrapper for wrapper in wrappers if "post_localSGD_hook" in hooks_of(wrapper)]
             found = [wrapper.process_group for wrapper in (wrappers if differ else local)]
             # PostLocalSGDOptimizer averages after some number of steps, so all ranks must count the same steps.
-            averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
+            averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members[:]]
             averagers = [each if hasattr(each, "process_group") else None for each in averagers]
             averaging = [each.process_group for each in averagers if each is not None]
             self._averages_weights = bool(local) and None in averagers
@@ -245,15 +245,15 @@ class OverflowAgreement:
         return self._groups[1]
 
     def _stepped(self) -> list[nn.Parameter]:
-        for members in self._members:
+        for members in self._members[:]:
             if members.generation == 0:
                 members.sync_groups()  # its groups were not read yet
-        return [weight for members in self._members for weight in members.weights]
+        return [weight for members in self._members[:] for weight in members.weights]
 
     def check_averages_masters(self) -> None:
         """Refuse a step where what averages the models over ranks would average 16-bit weights."""
         self.groups()
-        if self._averages_weights and any(members.masters for members in self._members):
+        if self._averages_weights and any(members.masters for members in self._members[:]):
             raise RuntimeError(
                 "DistributedDataParallel has a post_localSGD_hook, and the averaging of models over ranks would "
                 "average their 16-bit weights, and not the float32 masters: make PostLocalSGDOptimizer("

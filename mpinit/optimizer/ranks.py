@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..basics.patching import Undo, UndoStack, for_each
+from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
 from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree, union
 from ..distributed.replicas import (
     WRAPPERS,
@@ -150,8 +150,7 @@ class Ranks:
                 ranks._on_event(event, wrapper, output)
 
         removals: list[Undo] = []
-        weakref.finalize(self, _call_all, removals).atexit = False
-        undos.push(functools.partial(_call_all, removals))
+        undos.push(undo_when_dropped(self, functools.partial(_call_all, removals)))
         removals.append(register_module_module_registration_hook(on_registration).remove)
         removals.append(WRAPPERS.add(on_event))
         if is_distributed():

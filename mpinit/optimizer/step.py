@@ -174,7 +174,7 @@ class GradientChecks:
         self.awaits_step = False
         if not self._gradients.are_decided():
             together = is_distributed() and self.ranks.overflow.agrees_together
-            several = self._all if together else [self]
+            several = self._all[:] if together else [self]
             agree_on([each for each in several if each.awaits_step or each is self or each._gradients.present()])
         elif is_distributed():
             self._check_decided()
@@ -366,7 +366,7 @@ def agree_beside(own: Sequence[GradientChecks]) -> None:
     This rank may have omitted a step in which the other ranks wait.
     """
     if own and own[0].ranks.overflow.agrees_in_steps:
-        others = [each for each in own[0]._all if each.awaits_step and each not in own]
+        others = [each for each in own[0]._all[:] if each.awaits_step and each not in own]
         waiting = [each for each in others if not each._gradients.are_decided()]
         if waiting:
             agree_on(waiting)

@@ -34,7 +34,7 @@ def before() -> Iterator[dict[str, object]]:
     end_dropped_sessions()
     before = namespace()
     yield before
-    apply(o1_plan())()
+    end_dropped_sessions()
     assert differences(before, namespace()) == []
 
 

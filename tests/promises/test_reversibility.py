@@ -211,11 +211,13 @@ def test_undo_restores_torch(kind: str) -> None:
     assert "data" not in vars(nn.Parameter)
 
 
-def test_a_session_that_is_dropped_leaves_no_hook_on_all_steps() -> None:
+def test_the_next_undo_removes_the_hooks_on_all_steps_of_a_session_that_was_dropped() -> None:
     before = len(_global_optimizer_pre_hooks)
     model = nn.Linear(2, 2)
     kept = mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
     assert len(_global_optimizer_pre_hooks) >= 1
     del model, kept
     gc.collect()
+    another = mpinit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    mpinit.undo(another)
     assert len(_global_optimizer_pre_hooks) <= before

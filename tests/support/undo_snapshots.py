@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from casts import o1_plan
 from models import CASES, OPTIMIZERS, train_plainly
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_module_registration_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from mpinit import functions
+from mpinit.basics.patching import undo_dropped
 from mpinit.torch_internals import native_autocast
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,9 +35,9 @@ NAMESPACES = (
 
 
 def end_dropped_sessions() -> None:
-    """End O1's sessions that earlier tests dropped without undo: the next session removes their wrappers from torch."""
+    """End the sessions that earlier tests dropped without undo, as the next ``initialize`` does."""
     gc.collect()
-    functions.apply(o1_plan())()
+    undo_dropped()
 
 
 def namespace() -> dict[str, Any]:

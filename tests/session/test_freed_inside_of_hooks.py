@@ -1,0 +1,125 @@
+"""Sessions and optimizers that the garbage collector frees while torch or mpinit iterates over what it knows of them.
+
+The collector may run at any line. Here it runs inside of the first hook. A hook that is removed at once would change
+the dict that torch iterates over.
+
+Below the public face: a list of a session that no public call reads while the collector runs.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import (
+    _global_module_registration_hooks as module_hooks,
+)
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import mpinit
+from mpinit import registry
+from mpinit.optimizer.members import Members
+
+LEVELS: dict[str, dict[str, Any]] = {
+    **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O5", "master_weights": "model"},
+}
+
+
+def collect(*_: Any) -> None:
+    """Run the garbage collector; a hook of any kind."""
+    gc.collect()
+
+
+@pytest.fixture(params=[register_module_module_registration_hook, register_optimizer_step_pre_hook], autouse=True)
+def _collecting_hook(request: pytest.FixtureRequest) -> Iterator[None]:
+    handle = request.param(collect)
+    yield
+    handle.remove()
+
+
+def made(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in a cycle of references, which only the collector frees, and an optimizer, as initialised."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    model.itself = [model]  # type: ignore[assignment]
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any) -> None:
+    with mpinit.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_session_is_freed_inside_of_a_hook(level: str) -> None:
+    gc.disable()
+    try:
+        step(*made(level))
+        container = nn.Sequential(nn.Linear(4, 4))
+        plain = torch.optim.SGD(container.parameters(), lr=0.1)
+        container(torch.ones(2, 4)).sum().backward()
+        plain.step()
+        before = container[0].weight.clone()
+        plain.step()
+        assert not torch.equal(container[0].weight, before)
+        model, optimizer = made(level)
+        step(model, optimizer)
+        mpinit.undo(model)
+    finally:
+        gc.enable()
+    assert (list(module_hooks.values()) + list(step_hooks.values())) == [collect]
+
+
+@pytest.fixture
+def _group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("level", ["O2", "split"])
+def test_a_session_is_freed_in_the_constructor_of_a_wrapper(level: str) -> None:
+    gc.disable()
+    try:
+        for _ in range(3):
+            model, optimizer = made(level)
+            step(DistributedDataParallel(model), optimizer)
+            del model, optimizer
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_is_freed_while_those_of_its_session_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find all others in the list, which gets shorter meanwhile."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    mpinit.initialize(model, optimizers, "O5", verbosity=0)
+    for index in range(3):
+        step(model, optimizers[index])
+    found: list[Any] = []
+
+    def sync_groups(members: Members) -> None:
+        found.append(members)
+        if len(found) == 2:
+            del optimizers[0]
+            gc.collect()
+
+    monkeypatch.setattr(Members, "sync_groups", sync_groups)
+    session = registry.of(model)
+    assert session is not None
+    session.managed.gradients_beside([])
+    assert len(found) == 3 and len(session.managed.shared.members) == 2
