@@ -40,14 +40,16 @@ from ..torch_internals.bulk import (
     Entries,
     are_same,
     changed_grads,
+    changed_versions,
     grads_of,
     in_pieces,
+    once_a_pass,
     set_grads,
     set_grads_of_same_dtype,
     versions_of,
 )
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
+from ..torch_internals.running import call_after_backward, reads_without_sync
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
@@ -662,7 +664,7 @@ class HandedOutMasters:
 
     def remember_all(self) -> None:
         """Record that all masters agree with their weights at the moment."""
-        self._versions = self._versions_now()
+        self._versions = versions_of(self._shards(self._weights)), versions_of(self._shards(self._parameters))
         use = self._table.data_use
         for master in self.masters if use.touched else ():
             for tensor in (master.weight, master.parameter):
@@ -670,16 +672,12 @@ class HandedOutMasters:
                     use.keep(tensor)
         self.bind_gradients(anew=True)
 
-    def _versions_now(self) -> tuple[list[int], list[int]]:
-        weights: list[Any] = self._weights
-        parameters: list[Any] = self._parameters
-        if self._are_sharded:
-            weights, parameters = list(map(shard, weights)), list(map(shard, parameters))
-        return versions_of(weights), versions_of(parameters)
+    def _shards(self, tensors: list[nn.Parameter]) -> list[Any]:
+        return list(map(shard, tensors)) if self._are_sharded else tensors
 
     def were_written(self) -> bool:
         """Return whether the version of a master has moved."""
-        return bool(self.masters) and self._versions_now()[1] != self._versions[1]
+        return changed_versions(self._shards(self._parameters), self._versions[1]) is not None
 
     def remember(self, master: Master) -> None:
         """Record that one master agrees with its weight at the moment."""
@@ -697,9 +695,12 @@ class HandedOutMasters:
         """
         if len(self._table.handed_out) != len(self.masters):
             self._drop_discarded()
-        before, now = self._versions, self._versions_now()
+        before = self._versions
+        weights = changed_versions(self._shards(self._weights), before[0])
+        parameters = changed_versions(self._shards(self._parameters), before[1])
         touched = self._table.data_use.touched
-        if now != before or touched:
+        if weights is not None or parameters is not None or touched:
+            now = before[0] if weights is None else weights, before[1] if parameters is None else parameters
             for index, master in enumerate(self.masters):
                 weight_moved, master_moved = (
                     then[index] != after[index] for then, after in zip(before, now, strict=True)
@@ -747,19 +748,13 @@ class HandedOutMasters:
 
 def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
     """Make the post-accumulate-grad hook of all weights: once per backward pass it queues the binding of gradients."""
-    # A closure, because it runs for every weight in every backward pass, and a method needs a third more time.
-    last = -1
-    current = current_graph_task
 
-    def on_gradient(_: torch.Tensor) -> None:
-        nonlocal last
-        if last != (now := current()):
-            last = now
-            handed_out = known()
-            if handed_out is not None:
-                call_after_backward(handed_out.bind_after_backward)
+    def queue() -> None:
+        handed_out = known()
+        if handed_out is not None:
+            call_after_backward(handed_out.bind_after_backward)
 
-    return on_gradient
+    return once_a_pass(queue)
 
 
 # -- a block --------------------------------------------------------------------------------------------------------
