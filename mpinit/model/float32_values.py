@@ -545,7 +545,6 @@ class HandedOutMasters:
         self._bound: list[torch.Tensor | None] = []
         self._theirs: list[torch.Tensor | None] = []
         self._copies: dict[int, int] = {}
-        self._on_gradient = _bind_once_a_pass(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
         """Hand out masters, unless they are handed out already: from now on writes to them count."""
@@ -566,10 +565,11 @@ class HandedOutMasters:
             return  # apply_gradients() has set them
         self._has_gradients = True
         if len(self._hooks) < len(self.masters):
+            hook = _bind_once_a_pass(weakref.ref(self))
             for master in self.masters:
                 weight: Any = master.weight
                 if id(master) not in self._hooks and weight.requires_grad:
-                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(hook)
         self.bind_gradients()
 
     def _arrange(self, masters: list[Master]) -> None:
@@ -747,7 +747,7 @@ class HandedOutMasters:
 
 
 def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
-    """Make the post-accumulate-grad hook of all weights: once per backward pass it queues the binding of gradients."""
+    """Make the post-accumulate-grad hook of weights: once per backward pass it queues the binding of gradients."""
 
     def queue() -> None:
         handed_out = known()

@@ -16,6 +16,7 @@ from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from undo_snapshots import end_dropped_sessions
 
 import mpinit
 
@@ -346,6 +347,7 @@ def test_end_of_join_sends_what_the_wrapper_sends() -> None:
 @ranks(2)
 def test_class_is_as_before_when_sessions_have_ended() -> None:
     """Check that methods of the class are patched while a session lives, in any order of undos."""
+    end_dropped_sessions()
     before = {name: getattr(DistributedDataParallel, name) for name in ("__init__", "_pre_forward", "join_hook")}
     models = [mpinit.initialize(network(), opt_level="O5", verbosity=0) for _ in range(3)]
     for index in (0, 2, 1):

@@ -309,7 +309,7 @@ def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind:
     assert equal_tensors(dict(model.state_dict()), state)
 
 
-def test_dropped_session_removes_its_module_hook() -> None:
+def test_the_next_undo_removes_the_module_hook_of_a_dropped_session() -> None:
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = len(hooks)
     model = nn.Linear(3, 3)
@@ -317,4 +317,5 @@ def test_dropped_session_removes_its_module_hook() -> None:
     assert len(hooks) > before
     del model
     gc.collect()
+    mpinit.undo(mpinit.initialize(nn.Linear(3, 3), opt_level="O0", verbosity=0))
     assert len(hooks) == before

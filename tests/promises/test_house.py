@@ -27,6 +27,7 @@ from torch import nn
 
 import mpinit
 from mpinit.basics.modules import ModelIndex
+from mpinit.basics.patching import undo_dropped
 
 # Every module is imported here, Lightning's plug too.
 let_torchvision_load()
@@ -322,7 +323,8 @@ def calls_made(function: Callable[[], Any]) -> list[str]:
             found.append(frame.f_code.co_filename.removeprefix(str(PACKAGE)))
 
     gc.collect()
-    gc.disable()  # finalizers of other tests' sessions would count
+    undo_dropped()  # sessions of other tests
+    gc.disable()
     sys.setprofile(profile)
     try:
         function()
