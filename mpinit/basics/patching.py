@@ -140,7 +140,7 @@ class UndoStack:
 _waiting: Final[list[Undo]] = []
 
 
-def undo_when_dropped(owner: object, undo: Undo) -> Undo:
+def undo_when_dropped(owner: object, undo: Undo, at_once: Callable[[], object] | None = None) -> Undo:
     """Let :func:`undo_dropped` call ``undo`` after ``owner`` was freed, unless the result is called before.
 
     Python frees an object at any line, in any thread: the garbage collector may run while torch iterates over a dict of
@@ -150,11 +150,12 @@ def undo_when_dropped(owner: object, undo: Undo) -> Undo:
     Args:
         owner: the object.
         undo: the undo, which must not keep the owner alive.
+        at_once: a function to call when the owner is freed; it must be safe at any line. Default None.
 
     Returns:
         A function that calls ``undo`` at once.
     """
-    finalizer = weakref.finalize(owner, _waiting.append, undo)
+    finalizer = weakref.finalize(owner, _wait, undo, at_once)
     finalizer.atexit = False
 
     def undo_now() -> None:
@@ -162,6 +163,12 @@ def undo_when_dropped(owner: object, undo: Undo) -> Undo:
         finalizer.detach()
 
     return undo_now
+
+
+def _wait(undo: Undo, at_once: Callable[[], object] | None) -> None:
+    _waiting.append(undo)
+    if at_once is not None:
+        at_once()
 
 
 def undo_dropped() -> None:

@@ -267,7 +267,7 @@ def apply(plan: Plan, owner: object = None) -> Undo:
         if plan.properties.cast_scope == "thread":
             undos.push(functools.partial(_end, casts))
             casts.begin(plan.function_dtype)
-        return undos.unwind if owner is None else _until_dropped(owner, casts, undos.unwind)
+        return undos.unwind if owner is None else undo_when_dropped(owner, undos.unwind, at_once=casts.end)
     except BaseException:
         undos.unwind()
         raise
@@ -280,22 +280,6 @@ def _end(casts: ThreadCasts) -> None:
             "mpinit.undo in the thread that called mpinit.initialize",
             casts.thread_id,
         )
-
-
-def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
-    """Return a function that calls ``undo``. If ``owner`` is garbage-collected before, casts are switched off then.
-
-    In that case the next ``initialize`` removes the wrappers.
-    """
-    at_once = weakref.finalize(owner, casts.end)
-    at_once.atexit = False
-    undo_now = undo_when_dropped(owner, undo)
-
-    def undo_in_order() -> None:
-        at_once.detach()
-        undo_now()
-
-    return undo_in_order
 
 
 # Packages to skip: torch's modules import each other's functions by name, and no user can change that.

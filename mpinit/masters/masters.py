@@ -143,7 +143,9 @@ class Masters(ABC):
         self._of: dict[int, Master] = {}
         self.are_in_model = self.keeps_bits = False
         self.data_use = DataUse()
-        self.stop_recording = undo_when_dropped(self, functools.partial(stop_recording_all, self.data_use))
+        self.stop_recording = undo_when_dropped(
+            self, functools.partial(stop_recording_all, self.data_use), at_once=self.data_use.drop_copies
+        )
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))

@@ -61,6 +61,10 @@ class DataUse:
         if reads_without_sync(now.device) and not have_same_bits(now, before):
             self.changes[key] = self.changes.get(key, 0) + 1
 
+    def drop_copies(self) -> None:
+        """Free the copies of numbers; whoever has compared with them is gone."""
+        self.kept = {}
+
     def watch(self, tensor: torch.Tensor, is_recorded: bool) -> None:
         """Let a tensor's :meth:`clock` count writes through its ``data``, too, from now on.
 
@@ -104,8 +108,9 @@ class DataUse:
     def touch(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's ``data`` is about to be read or replaced."""
         key = id(parameter)
-        if key in self.kept and self.kept[key] is None:
-            self.kept[key] = _copy_of(parameter)
+        kept = self.kept
+        if key in kept and kept[key] is None:
+            kept[key] = _copy_of(parameter)
         self.touched.add(key)
 
 

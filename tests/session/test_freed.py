@@ -213,3 +213,25 @@ def test_a_method_that_was_kept_alone_says_what_to_keep() -> None:
         forward(torch.ones(2, 4))
     with pytest.raises(ReferenceError, match="keep it as long as its methods"):
         stepping()
+
+
+def tensors_of(shape: tuple[int, ...]) -> int:
+    return sum(type(each) in (torch.Tensor, nn.Parameter) and each.shape == shape for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "split"])
+def test_copies_of_weights_whose_data_was_used_are_freed_with_the_model(level: str) -> None:
+    shape = (37, 41)
+    model: Any = nn.Linear(41, 37)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    model.state_dict()
+    for each in mpinit.master_params(optimizer):
+        each.data.mul_(2.0)
+    model.weight.data.mul_(2.0)
+    with mpinit.scale_loss(model(torch.ones(2, 41)).float().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert tensors_of(shape) > 0
+    del model, optimizer, each, loss
+    assert tensors_of(shape) == 0
