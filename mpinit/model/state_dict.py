@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
-from ..basics.patching import Undo, for_each, undo_when_dropped
+from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
 from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded
@@ -40,7 +40,6 @@ class Float32State:
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
-        self._registrations: list[RemovableHandle] = []
         self._stop_following: Undo | None = None
         # A module has two hooks, with this key and its negative. 0 is not used, because it is its own negative.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
@@ -52,8 +51,9 @@ class Float32State:
     def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
         """Hook the models and the modules in them."""
         add_hooks = functools.partial(_add_hooks_to_new_part, weakref.ref(self), self.key)
-        self._stop_following = undo_when_dropped(self, functools.partial(_remove_all, self._registrations))
-        self._registrations.append(register_module_module_registration_hook(add_hooks))
+        registered = UndoStack()
+        self._stop_following = undo_when_dropped(self, registered.unwind)
+        registered.push(register_module_module_registration_hook(add_hooks).remove)
         self._hook(modules)
 
     def remove(self) -> None:
@@ -219,7 +219,7 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it saves its own weights.
-        nothing = ("_values", "_originals", "_registrations", "_stop_following", "_outermost_load", "_destination")
+        nothing = ("_values", "_originals", "_stop_following", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
             "_modules": set(),
@@ -263,11 +263,6 @@ def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str)
                 if saved is not None:
                     return saved is tensor
     return False
-
-
-def _remove_all(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..basics.modules import modules_of
-from ..basics.patching import Undo
+from ..basics.patching import UndoStack
 from ..distributed.agreement import Group, groups_of, meshes_of
 from ..distributed.forward_hooks import ForwardHook
 from ..distributed.replicas import hooks_of, is_joining, reduced_by
@@ -62,18 +62,18 @@ class OverflowAgreement:
         # True: something other than a PostLocalSGDOptimizer averages the models.
         self._averages_weights = False
 
-    def follow_shards(self) -> list[Undo]:
-        """Prepare the agreement on sharded models, and hook their forwards; return functions that remove the hooks."""
+    def follow_shards(self, undos: UndoStack) -> None:
+        """Prepare the agreement on sharded models, and hook their forwards."""
         parameters, models = list(self._guard.parameters()), self._guard.models
         self.verdicts.fsdp_groups = groups_of_fsdp([module for model in models for module in modules_of(model)])
         self.verdicts.groups = groups_of(meshes_of(parameters), self.stages.group)
         # Stages of a pipeline run forwards of micro-batches, and may run different numbers of them.
         follows = any(map(is_sharded, parameters)) and not self.stages.are_named
-        if not follows:
-            return []
-        self.verdicts.passes.compare_over(self.verdicts.groups)
-        undos: list[Undo] = [self.verdicts.passes.follow(model) for model in models]
-        return undos + [model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove for model in models]
+        if follows:
+            self.verdicts.passes.compare_over(self.verdicts.groups)
+            for model in models:
+                undos.push(self.verdicts.passes.follow(model))
+                undos.push(model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove)
 
     def before_forward(self, module: nn.Module) -> None:
         """Join the verdict of ranks that step, if one is owed, before a forward runs collectives.

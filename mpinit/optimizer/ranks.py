@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
+from ..basics.patching import UndoStack, undo_when_dropped
 from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree, union
 from ..distributed.replicas import (
     WRAPPERS,
@@ -149,16 +149,16 @@ class Ranks:
             if ranks is not None:
                 ranks._on_event(event, wrapper, output)
 
-        removals: list[Undo] = []
-        undos.push(undo_when_dropped(self, functools.partial(_call_all, removals)))
-        removals.append(register_module_module_registration_hook(on_registration).remove)
-        removals.append(WRAPPERS.add(on_event))
+        registered = UndoStack()
+        undos.push(undo_when_dropped(self, registered.unwind))
+        registered.push(register_module_module_registration_hook(on_registration).remove)
+        registered.push(WRAPPERS.add(on_event))
         if is_distributed():
             check_same(settings, {}, groups_of(meshes_of(self.guard.parameters())))
             alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
             check_same(alike, {}, groups_of([], self._process_group))
             self.overflow.stages.compare(self.guard.parameters(), trains)
-            removals += self.overflow.follow_shards()
+            self.overflow.follow_shards(registered)
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
@@ -328,10 +328,6 @@ class Ranks:
         for wrapper in known.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING) if known else ():
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
-
-
-def _call_all(removals: Sequence[Undo]) -> None:
-    for_each(lambda remove: remove(), removals)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
