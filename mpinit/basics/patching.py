@@ -138,6 +138,7 @@ class UndoStack:
 
 # The undos of objects that were freed.
 _waiting: Final[list[Undo]] = []
+_undoing: Final = threading.RLock()
 
 
 def undo_when_dropped(owner: object, undo: Undo, at_once: Callable[[], object] | None = None) -> Undo:
@@ -173,10 +174,11 @@ def _wait(undo: Undo, at_once: Callable[[], object] | None) -> None:
 
 def undo_dropped() -> None:
     """Run the undos of all owners that were freed. One that raises, or is interrupted, is kept for the next call."""
-    while _waiting:
-        undo = _waiting[0]
-        undo()
-        _waiting.remove(undo)
+    with _undoing:
+        while _waiting:
+            undo = _waiting[0]
+            undo()
+            _waiting.remove(undo)
 
 
 class SharedPatches:

@@ -3,11 +3,13 @@
 The collector may run at any line. Here it runs inside of the first hook. A hook that is removed at once would change
 the dict that torch iterates over.
 
-Below the public face: a list of a session that no public call reads while the collector runs.
+Below the public face: a list of a session that no public call reads while the collector runs, and a slow undo.
 """
 
 import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpinit
 from mpinit import registry
+from mpinit.basics.patching import undo_when_dropped
 from mpinit.optimizer.members import Members
 
 LEVELS: dict[str, dict[str, Any]] = {
@@ -123,3 +126,23 @@ def test_an_optimizer_is_freed_while_those_of_its_session_are_listed(monkeypatch
     assert session is not None
     session.managed.gradients_beside([])
     assert len(found) == 3 and len(session.managed.shared.members) == 2
+
+
+def test_threads_that_initialize_at_once_undo_what_was_dropped_once() -> None:
+    calls: list[int] = []
+
+    class Owner:
+        """An object that is dropped."""
+
+    def undo() -> None:
+        calls.append(1)
+        time.sleep(0.2)
+
+    owner = Owner()
+    undo_when_dropped(owner, undo)
+    del owner
+    models = [nn.Linear(4, 4) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for model in list(pool.map(lambda model: mpinit.initialize(model, opt_level="O2", verbosity=0), models)):
+            mpinit.undo(model)
+    assert calls == [1]
