@@ -26,7 +26,7 @@ from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, s
 from ..torch_internals.bulk import are_same, data_ptrs, strides_of, versions_of
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
-from ..torch_internals.running import reads_without_sync
+from ..torch_internals.running import reads_without_sync, without_gradients
 from .float_split import flat, is_dense
 from .law import meaning, round_into
 from .masters import Gradients, Master, MasterBatch, Masters
@@ -267,7 +267,7 @@ class _Batch(MasterBatch):
         assert owner is not None, "its masters were freed"
         return owner
 
-    @torch.no_grad()
+    @without_gradients
     def follow_writes(self) -> None:
         written, keeps_bits = self.written(), self._owner.keeps_bits
         for master in written:
@@ -275,7 +275,7 @@ class _Batch(MasterBatch):
         if not keeps_bits:
             self._owner.drop_earlier(self.masters)
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> None:
         self.follow_writes()
         self._owner.opened(self)
@@ -366,7 +366,7 @@ class _Batch(MasterBatch):
             master.last_seen = None
         return True
 
-    @torch.no_grad()
+    @without_gradients
     def write(self) -> None:
         self._owner.closed(self)
         if self._are_sharded:

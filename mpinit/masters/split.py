@@ -28,6 +28,7 @@ from ..distributed.sharding import (
 )
 from ..torch_internals.bulk import are_same, data_ptrs, in_pieces, set_all_data, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
+from ..torch_internals.running import without_gradients
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
@@ -372,7 +373,7 @@ class _Bucket(MasterBatch):
         self._bits = [part.view(torch.int32) for part in parts]
         self._laid_out = buffer
 
-    @torch.no_grad()
+    @without_gradients
     def follow_writes(self) -> None:
         """Clear the remainders of numbers that were written as 0 or inf, before an optimizer or native code steps."""
         self._find_weights()
@@ -384,7 +385,7 @@ class _Bucket(MasterBatch):
             for weight, remainder in zip(self._flat, self._parts, strict=True):
                 remainder.masked_fill_(_is_zero_or_inf(weight), 0)
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> None:
         self.follow_writes()
         buffer = self._owner.buffers.pop(self._device, None)
@@ -396,7 +397,7 @@ class _Bucket(MasterBatch):
         add_remainder_(buffer[: self._numel], self._remainder)
         self._set_parameters(self._values)
 
-    @torch.no_grad()
+    @without_gradients
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
         arrived = list(gradients)
         if self._are_sharded:
@@ -418,7 +419,7 @@ class _Bucket(MasterBatch):
             wide = [None if g is None else sharded_as(g, w) for g, w in zip(wide, self._weights, strict=True)]
         return wide
 
-    @torch.no_grad()
+    @without_gradients
     def write(self) -> None:
         buffer, self._buffer = self._buffer, None
         if buffer is None:

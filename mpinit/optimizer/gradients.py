@@ -17,7 +17,7 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals import products
 from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, in_fewer_tensors, versions_of
 from ..torch_internals.one_pass import native
-from ..torch_internals.running import is_eager, reads_without_sync
+from ..torch_internals.running import is_eager, reads_without_sync, without_gradients
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
@@ -62,7 +62,7 @@ class Gradients:
         if isinstance(self._masters, SplitMasters) and have_grads(self.weights):
             self._masters.widen_unused_gradients()
 
-    @torch.no_grad()
+    @without_gradients
     def scale(self, block: object | None, scaler: LossScaler, done: Done, is_own: bool = True) -> bool:
         """Multiply the present gradients by the scale, so that the gradients of a scaled loss can be added to them.
 
@@ -95,7 +95,7 @@ class Gradients:
             done.update((id(gradient), gradient) for gradient in self.present())
         return is_empty
 
-    @torch.no_grad()
+    @without_gradients
     def unscale(
         self, scaler: LossScaler, done: Done, is_block: bool = True, keeps_checks: bool = True
     ) -> torch.Tensor | None:
@@ -160,7 +160,7 @@ class Gradients:
 
     # -- at a step ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_gradients
     def update_state(self) -> None:
         """Drop or repeat the last check if the gradients have been cleared or replaced since, without a device sync.
 
@@ -179,7 +179,7 @@ class Gradients:
         elif state.phase is Phase.SKIPPED or _are_new(self.state.checked, self.weights):
             self.state = states.checked(state, _check_plain(self.present(), found_inf.device))
 
-    @torch.no_grad()
+    @without_gradients
     def check(self) -> None:
         """Check the gradients that a step is about to use, in addition to the check after their backward pass.
 

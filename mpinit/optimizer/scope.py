@@ -16,7 +16,7 @@ from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.one_pass import describe_native, native
-from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync
+from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync, without_gradients
 from .members import Members
 from .one_pass import NativeSteps, native_kind
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
@@ -62,7 +62,7 @@ class Part:
                 pairs = zip(widened, theirs, strict=True)
                 self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
-    @torch.no_grad()
+    @without_gradients
     def return_gradients(self) -> None:
         """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them."""
         if self.set_to is None:
