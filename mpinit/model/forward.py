@@ -365,7 +365,8 @@ def patch_forwards(
         for own in ours:
             if own in attributes:
                 before[own] = attributes[own]
-        patched.append((weakref.ref(module), {own: weakref.ref(value) for own, value in ours.items()}, before))
+        references = dict(zip(ours, map(weakref.ref, ours.values()), strict=True))
+        patched.append((weakref.ref(module), references, before))
         attributes.update(ours)
 
     for module, dtype in selection.parts.items():
