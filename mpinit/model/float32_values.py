@@ -40,16 +40,14 @@ from ..torch_internals.bulk import (
     Entries,
     are_same,
     changed_grads,
-    changed_versions,
     grads_of,
     in_pieces,
-    once_a_pass,
     set_grads,
     set_grads_of_same_dtype,
     versions_of,
 )
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, reads_without_sync
+from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
@@ -545,6 +543,7 @@ class HandedOutMasters:
         self._bound: list[torch.Tensor | None] = []
         self._theirs: list[torch.Tensor | None] = []
         self._copies: dict[int, int] = {}
+        self._on_gradient = _bind_once_a_pass(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
         """Hand out masters, unless they are handed out already: from now on writes to them count."""
@@ -565,11 +564,10 @@ class HandedOutMasters:
             return  # apply_gradients() has set them
         self._has_gradients = True
         if len(self._hooks) < len(self.masters):
-            hook = _bind_once_a_pass(weakref.ref(self))
             for master in self.masters:
                 weight: Any = master.weight
                 if id(master) not in self._hooks and weight.requires_grad:
-                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(hook)
+                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(self._on_gradient)
         self.bind_gradients()
 
     def _arrange(self, masters: list[Master]) -> None:
@@ -664,7 +662,7 @@ class HandedOutMasters:
 
     def remember_all(self) -> None:
         """Record that all masters agree with their weights at the moment."""
-        self._versions = versions_of(self._shards(self._weights)), versions_of(self._shards(self._parameters))
+        self._versions = self._versions_now()
         use = self._table.data_use
         for master in self.masters if use.touched else ():
             for tensor in (master.weight, master.parameter):
@@ -672,12 +670,15 @@ class HandedOutMasters:
                     use.keep(tensor)
         self.bind_gradients(anew=True)
 
-    def _shards(self, tensors: list[nn.Parameter]) -> list[Any]:
-        return list(map(shard, tensors)) if self._are_sharded else tensors
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        return self._versions_of(self._weights), self._versions_of(self._parameters)
+
+    def _versions_of(self, tensors: list[nn.Parameter]) -> list[int]:
+        return versions_of(list(map(shard, tensors)) if self._are_sharded else tensors)
 
     def were_written(self) -> bool:
         """Return whether the version of a master has moved."""
-        return changed_versions(self._shards(self._parameters), self._versions[1]) is not None
+        return self._versions_of(self._parameters) != self._versions[1]
 
     def remember(self, master: Master) -> None:
         """Record that one master agrees with its weight at the moment."""
@@ -695,12 +696,9 @@ class HandedOutMasters:
         """
         if len(self._table.handed_out) != len(self.masters):
             self._drop_discarded()
-        before = self._versions
-        weights = changed_versions(self._shards(self._weights), before[0])
-        parameters = changed_versions(self._shards(self._parameters), before[1])
+        before, now = self._versions, self._versions_now()
         touched = self._table.data_use.touched
-        if weights is not None or parameters is not None or touched:
-            now = before[0] if weights is None else weights, before[1] if parameters is None else parameters
+        if now != before or touched:
             for index, master in enumerate(self.masters):
                 weight_moved, master_moved = (
                     then[index] != after[index] for then, after in zip(before, now, strict=True)
@@ -747,14 +745,20 @@ class HandedOutMasters:
 
 
 def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
-    """Make the post-accumulate-grad hook of weights: once per backward pass it queues the binding of gradients."""
+    """Make the post-accumulate-grad hook of all weights: once per backward pass it queues the binding of gradients."""
+    # A closure, because it runs for every weight in every backward pass, and a method needs a third more time.
+    last = -1
+    current = current_graph_task
 
-    def queue() -> None:
-        handed_out = known()
-        if handed_out is not None:
-            call_after_backward(handed_out.bind_after_backward)
+    def on_gradient(_: torch.Tensor) -> None:
+        nonlocal last
+        if last != (now := current()):
+            last = now
+            handed_out = known()
+            if handed_out is not None:
+                call_after_backward(handed_out.bind_after_backward)
 
-    return once_a_pass(queue)
+    return on_gradient
 
 
 # -- a block --------------------------------------------------------------------------------------------------------

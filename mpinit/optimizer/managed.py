@@ -40,6 +40,9 @@ _LOAD: Final = "load_state_dict"
 class Shared:
     """The parts of a session that all of its optimizers use.
 
+    The lists lose an optimizer at the line at which it is freed, which may be in a loop over them. So loops go over a
+    copy, ``members[:]``.
+
     Attributes:
         members: the members of each optimizer whose :meth:`ManagedOptimizer.list_members` was called.
         kept: the modules that are kept in float32 because their forwards write to state.

@@ -145,7 +145,7 @@ class ManagedOptimizers:
 
     def remove(self, optimizer: Optimizer | None) -> None:
         """Drop the records of an optimizer, and of optimizers that were freed."""
-        members, checks = self.shared.members, self.shared.checks
+        members, checks = self.shared.members[:], self.shared.checks[:]
         managed = None if optimizer is None else self._managed.pop(optimizer, None)
         if managed is not None:
             own = {id(vars(managed).get(name)) for name in ("members", "checks")}
@@ -155,11 +155,14 @@ class ManagedOptimizers:
                 id(each) for managed in self for name, each in vars(managed).items() if name in ("members", "checks")
             }
             gone = {id(each) for each in (*members, *checks) if id(each) not in known}
+        # One at a time, because an optimizer may be freed at any of these lines, which calls this, too.
         for each in members:
-            for master in each.masters if id(each) in gone else ():
-                master.optimizers -= 1
-        members[:] = [each for each in members if id(each) not in gone]
-        checks[:] = [each for each in checks if id(each) not in gone]
+            if id(each) in gone and _discard(each, self.shared.members):
+                for master in each.masters:
+                    master.optimizers -= 1
+        for check in checks:
+            if id(check) in gone:
+                _discard(check, self.shared.checks)
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 
@@ -214,6 +217,15 @@ def _remove(known: weakref.ref[ManagedOptimizers], reference: weakref.ref[Optimi
     optimizers = known()
     if optimizers is not None:
         optimizers.remove(reference())
+
+
+def _discard(item: object, items: list[Any]) -> bool:
+    """Remove an item from a list, and return whether it was there."""
+    try:
+        items.remove(item)
+    except ValueError:
+        return False
+    return True
 
 
 def _remove_freed(known: weakref.ref[ManagedOptimizers]) -> None:

@@ -205,7 +205,7 @@ class OverflowAgreement:
         return losses + (losses if losses > 1 and not self.stages.are_named else 0) + (not self.agrees_together)
 
     def _place_of(self, members: Members) -> int:
-        places = {id(each): place for place, each in enumerate(self._members)}
+        places = {id(each): place for place, each in enumerate(self._members[:])}
         return 0 if self.agrees_together else places[id(members)]
 
     def _number_of(self, places: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, Final
@@ -12,7 +12,6 @@ from torch import nn
 
 from .one_pass import native
 from .parameter_data import TENSOR_DATA
-from .running import current_graph_task
 
 _GRAD_OF: Final = attrgetter("grad")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
@@ -173,35 +172,6 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     code = native()
     found: list[int] | None = None if code is None else code.versions(tensors)
     return list(map(_VERSION_OF, tensors)) if found is None else found
-
-
-def changed_versions(tensors: list[Any], expected: list[int]) -> list[int] | None:
-    """Return each tensor's version counter; None where all are as expected, the usual case."""
-    code = native()
-    if code is not None:
-        changed: list[int] | None = code.changed_versions(tensors, expected)
-        return changed
-    found = versions_of(tensors)
-    return None if found == expected else found
-
-
-def once_a_pass(function: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    """Make a hook for the gradients of many tensors, which calls ``function`` for the first in each backward pass."""
-    code = native()
-    if code is not None:
-        hook: Callable[[torch.Tensor], None] = code.once_a_pass(function)
-        return hook
-    # A closure, because it runs for every tensor in every backward pass, and a method needs a third more time.
-    last = -1
-    current = current_graph_task
-
-    def on_gradient(_: torch.Tensor) -> None:
-        nonlocal last
-        if last != (now := current()):
-            last = now
-            function()
-
-    return on_gradient
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:

@@ -18,7 +18,6 @@
 #include <c10/util/Half.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -901,63 +900,6 @@ PyObject* versions(PyObject*, PyObject* given) {
   });
 }
 
-bool are_tensors(PyObject* list) {
-  if (!PyList_Check(list)) return false;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
-    if (!THPVariable_Check(PyList_GET_ITEM(list, i))) return false;
-  return true;
-}
-
-// changed_versions(tensors, expected): how often each was written to. None where that is as expected; two lists.
-PyObject* changed_versions(PyObject*, PyObject* args) {
-  PyObject *tensors, *expected;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &expected)) return nullptr;
-  if (!are_tensors(tensors)) return PyErr_Format(PyExc_TypeError, "changed_versions() reads tensors");
-  const Py_ssize_t count = PyList_GET_SIZE(tensors);
-  return guarded([&]() -> PyObject* {
-    if (PyList_GET_SIZE(expected) != count) return versions(nullptr, tensors);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      const long version = THPVariable_Unpack(PyList_GET_ITEM(tensors, i))._version();
-      if (PyLong_AsLong(PyList_GET_ITEM(expected, i)) != version) return versions(nullptr, tensors);
-    }
-    Py_RETURN_NONE;
-  });
-}
-
-// once_a_pass(function): a hook for gradients of many tensors, which calls function() for the first in a backward pass.
-struct OnceAPass {
-  PyObject* function;
-  int last;
-};
-
-PyObject* call_once_a_pass(PyObject* self, PyObject*) {
-  auto* once = static_cast<OnceAPass*>(PyCapsule_GetPointer(self, nullptr));
-  if (once == nullptr) return nullptr;
-  const int now = torch::autograd::get_current_graph_task_id();
-  if (now == once->last) Py_RETURN_NONE;
-  once->last = now;
-  return PyObject_CallNoArgs(once->function);
-}
-
-PyMethodDef once_method = {"once_a_pass", call_once_a_pass, METH_O, nullptr};
-
-PyObject* once_a_pass(PyObject*, PyObject* function) {
-  auto* once = new OnceAPass{Py_NewRef(function), -1};
-  PyObject* capsule = PyCapsule_New(once, nullptr, [](PyObject* freed) {
-    auto* once = static_cast<OnceAPass*>(PyCapsule_GetPointer(freed, nullptr));
-    Py_DECREF(once->function);
-    delete once;
-  });
-  if (capsule == nullptr) {
-    Py_DECREF(function);
-    delete once;
-    return nullptr;
-  }
-  PyObject* hook = PyCFunction_New(&once_method, capsule);
-  Py_DECREF(capsule);
-  return hook;
-}
-
 PyObject* list_of_grads(PyObject* tensors) {
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
   PyObject* found = PyList_New(count);
@@ -968,6 +910,13 @@ PyObject* list_of_grads(PyObject* tensors) {
     else PyList_SET_ITEM(found, i, wrapped);
   }
   return found;
+}
+
+bool are_tensors(PyObject* list) {
+  if (!PyList_Check(list)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
+    if (!THPVariable_Check(PyList_GET_ITEM(list, i))) return false;
+  return true;
 }
 
 // grads(tensors): each tensor's grad. None where the argument is no list of tensors.
@@ -1049,8 +998,6 @@ PyMethodDef methods[] = {
     {"set_grads", set_grads, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},
-    {"changed_versions", changed_versions, METH_VARARGS, nullptr},
-    {"once_a_pass", once_a_pass, METH_O, nullptr},
     {"casts", casts, METH_VARARGS, nullptr},
     {"step", step, METH_VARARGS, nullptr},
     {"are_finite", are_finite, METH_O, nullptr},

