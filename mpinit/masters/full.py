@@ -347,6 +347,7 @@ class _Batch(MasterBatch):
         addresses, strides = data_ptrs([*self._weights, *self._parameters]), strides_of(self._weights)
         if addresses == self._addresses and strides == self._strides:
             return False
+        has_been_set_up = bool(self._addresses)
         self._owner.follow_replaced_memory(self.masters)
         self._addresses = data_ptrs([*self._weights, *self._parameters])
         self._strides = strides_of(self._weights)
@@ -362,7 +363,8 @@ class _Batch(MasterBatch):
             each.append(each[0].new_zeros(missing))
         self._numbers = flat_weights, values
         self._small_before = None
-        for master in self.masters:
+        # A new batch has seen no address: follow_replaced_memory() has reset the weights that have other memory.
+        for master in self.masters if has_been_set_up else ():
             master.last_seen = None
         return True
 

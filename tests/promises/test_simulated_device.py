@@ -153,6 +153,23 @@ def test_a_good_step_copies_nothing_and_reads_one_number_at_most(kind: str, way:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["O2", "O5"])
+def test_state_dict_copies_each_master_once(kind: str, sim: torch.device) -> None:
+    """Compute nothing for weights that nobody has written to, in the first state dict and in the step after it."""
+    training = Training(kind, "fused").run(3)
+    batches = images(5)
+    with simulated_device.counted() as before:
+        training.step(batches[3])
+    with simulated_device.counted() as saved:
+        training.model.state_dict()
+    with simulated_device.counted() as after:
+        training.step(batches[4])
+    narrow = [weight for weight in training.model.parameters() if weight.dtype != torch.float32]
+    assert saved.launches == len(narrow) == 10, saved.names
+    assert after.launches == before.launches
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("clip", ["mpinit", "torch", "values"])
 @pytest.mark.parametrize("kind", ["O2", "O5", "split", "model"])
 def test_clipping_and_accumulation_need_no_sync(kind: str, clip: str, sim: torch.device) -> None:
