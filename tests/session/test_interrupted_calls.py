@@ -4,6 +4,7 @@ Below the public face: the registry shows that an interrupted call leaves no ses
 """
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +31,21 @@ IN_16_BIT = {"in 16-bit": LEVELS["O5"], "model, in 16-bit": LEVELS["O5"] | {"mas
 def test_interrupted_initialize_changes_nothing(kind: str, each: int) -> None:
     asked = IN_16_BIT.get(kind) or LEVELS.get(kind) or KINDS[kind]
 
+    trained = set_up("cnn", "adam")
+    if kind == "int8":
+        # Large enough for its states to be encoded.
+        model = nn.Linear(64, 80)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(1, 64)).sum().backward()
+        optimizer.step()
+        trained = model, optimizer
+    elif kind in IN_16_BIT:
+        trained[0].bfloat16()
+        for state in trained[1].state.values():
+            state.update({key: value.bfloat16() for key, value in state.items() if value.dim()})
+
     def case() -> tuple[Snapshot, Callable[[], Any]]:
-        model, optimizer = set_up("cnn", "adam")
-        if kind == "int8":
-            # Large enough for its states to be encoded.
-            model = nn.Linear(64, 80)
-            optimizer = torch.optim.Adam(model.parameters())
-            model(torch.randn(1, 64)).sum().backward()
-            optimizer.step()
-        elif kind in IN_16_BIT:
-            model.bfloat16()
-            for state in optimizer.state.values():
-                state.update({key: value.bfloat16() for key, value in state.items() if value.dim()})
+        model, optimizer = copy.deepcopy(trained)  # training anew for each place is most of the time
         return Snapshot(model, optimizer), lambda: mpinit.initialize(model, optimizer, verbosity=0, **asked)
 
     for _ in range(2):  # the first sees what a process does once
