@@ -91,8 +91,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m "not long" $(ARGS)
 
+# In order: by their number of tests, files of one test that lasts minutes would be the last, on one worker.
 test-long: $(VENV)/.dev
-	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m long $(ARGS)
+	$(RUN_TESTS) $(PY) -m pytest $(DIST) --no-loadscope-reorder -m long $(ARGS)
 
 test-newest: $(VENV)-newest/.test
 	$(RUN_TESTS) $(VENV)-newest/bin/python -m pytest $(DIST) -m "not long" $(NEWEST_TESTS) \
