@@ -87,12 +87,13 @@ void split(const float* values, uint16_t* weight, int16_t* remainder, int64_t n)
   }
 }
 
+inline uint16_t bfloat16_of(float value) {
+  const uint32_t bits = bits_of(value), rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & MAGNITUDE) > INFINITE ? 0x7FC0u : rounded);
+}
+
 void round_to_bfloat16(const float* values, uint16_t* weight, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = bits_of(values[i]);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    weight[i] = static_cast<uint16_t>((bits & MAGNITUDE) > INFINITE ? 0x7FC0u : rounded);
-  }
+  for (int64_t i = 0; i < n; ++i) weight[i] = bfloat16_of(values[i]);
 }
 
 void round_to_float16(const float* values, uint16_t* weight, int64_t n) {
@@ -106,11 +107,33 @@ void round_to_float16(const float* values, uint16_t* weight, int64_t n) {
   for (; i < n; ++i) weight[i] = c10::Half(values[i]).x;
 }
 
+bool are_rounded(const float* values, const uint16_t* weight, bool is_float16, int64_t n) {
+  int64_t i = 0;
+  if (!is_float16) {
+    uint16_t differ = 0;
+    for (; i < n; ++i) differ |= bfloat16_of(values[i]) ^ weight[i];
+    return differ == 0;
+  }
+#ifdef __F16C__
+  __m128i differ = _mm_setzero_si128();
+  for (; i + 8 <= n; i += 8) {
+    const __m128i rounded =
+        _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m128i has = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weight + i));
+    differ = _mm_or_si128(differ, _mm_xor_si128(rounded, has));
+  }
+  if (!_mm_testz_si128(differ, differ)) return false;
+#endif
+  for (; i < n; ++i)
+    if (c10::Half(values[i]).x != weight[i]) return false;
+  return true;
+}
+
 // The law of full masters: where a weight is not the rounding of its master it was written to, and counts. See
 // mpinit/masters/law.py.
 void follow(float* values, const uint16_t* weight, bool is_float16, uint16_t* rounded, int64_t n) {
+  if (are_rounded(values, weight, is_float16, n)) return;
   (is_float16 ? round_to_float16 : round_to_bfloat16)(values, rounded, n);
-  if (std::memcmp(rounded, weight, n * sizeof(uint16_t)) == 0) return;
   const uint32_t infinite = is_float16 ? 0x7C00 : 0x7F80, largest = infinite - 1;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t has = weight[i], would = rounded[i], size = has & 0x7FFF, other = would & 0x7FFF;
@@ -256,18 +279,24 @@ void check_states(Weight& weight, const Options& o) {
   weight.root = static_cast<float>(o.is_fused ? std::sqrt(second) : std::pow(second, 0.5));
 }
 
-// Gradients as the update sees them, and weights decayed.
-void prepare(float* p, float* g, int64_t n, const Options& o) {
+// Gradients as the update sees them.
+void prepare(const float* p, float* g, int64_t n, const Options& o) {
   if (o.maximize)
     for (int64_t i = 0; i < n; ++i) g[i] = -g[i];
-  if (o.decay == 0) return;
-  if (o.is_decoupled) {
-    const float keep = static_cast<float>(1 - o.rate * o.decay);
-    for (int64_t i = 0; i < n; ++i) p[i] *= keep;
-  } else {
-    const float decay = static_cast<float>(o.decay);
-    for (int64_t i = 0; i < n; ++i) g[i] = fused(p[i], decay, g[i]);
-  }
+  if (o.decay == 0 || o.is_decoupled) return;
+  const float decay = static_cast<float>(o.decay);
+  for (int64_t i = 0; i < n; ++i) g[i] = fused(p[i], decay, g[i]);
+}
+
+// What a decoupled decay leaves of a number.
+float kept(const Options& o) {
+  return o.is_decoupled ? static_cast<float>(1 - o.rate * o.decay) : 1.f;
+}
+
+void decay(float* p, int64_t n, const Options& o) {
+  const float keep = kept(o);
+  if (o.decay == 0 || !o.is_decoupled) return;
+  for (int64_t i = 0; i < n; ++i) p[i] *= keep;
 }
 
 void sgd(float* __restrict p, float* __restrict g, float* __restrict m, int64_t n, bool is_tail, const Options& o) {
@@ -316,6 +345,27 @@ void moments(
     for (int64_t i = 0; i < n; ++i) v[i] = fused(v[i], beta2, second * g[i] * g[i]);
   else
     for (int64_t i = 0; i < n; ++i) v[i] = fused(second * g[i], g[i], v[i] * beta2);
+}
+
+// Adam's whole update of a number in one loop, in which reading memory overlaps with divisions; without the last numbers
+// of a tensor, where torch's code is another.
+template <bool is_small, bool rounds>
+void adam(
+    float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, int64_t n,
+    [[maybe_unused]] uint16_t* __restrict rounded, const Weight& weight, const Options& o) {
+  const float first = static_cast<float>(1 - o.beta1), beta2 = static_cast<float>(o.beta2);
+  const float second = static_cast<float>(1 - o.beta2), factor = is_small ? first : first - 1.f;
+  const float keep = kept(o), step = weight.step, over = weight.root;
+  const float eps = static_cast<float>(o.eps);
+  for (int64_t i = 0; i < n; ++i) {
+    const float mean = fused(factor, g[i] - m[i], is_small ? m[i] : g[i]);
+    const float square = fused(second * g[i], g[i], v[i] * beta2);
+    m[i] = mean;
+    v[i] = square;
+    const float now = p[i] * keep + step * mean / (std::sqrt(square) / over + eps);
+    p[i] = now;
+    if constexpr (rounds) rounded[i] = bfloat16_of(now);
+  }
 }
 
 float* values_of(const Weight& weight, int64_t begin, float* scratch) {
@@ -371,24 +421,35 @@ void step_part(const Chunk& chunk, int64_t begin, int64_t n, float* first, float
   }
   prepare(p, g, n, o);
   if (waits) {
+    decay(p, n, o);
     moments(g, first, second, n, false, o);
     std::memcpy(scratch.root + at, second, n * sizeof(float));
     scratch.waiting.push_back({&weight, &o, begin, n, at, first});
     scratch.filled += n;
     return;
   }
-  const int64_t body = o.is_fused ? n / LANES * LANES : n;
-  for (int part = 0; part < 2; ++part) {
-    const int64_t from = part == 0 ? 0 : body, count = part == 0 ? body : n - body;
-    if (count == 0) continue;
-    if (!o.is_adam) {
-      sgd(p + from, g + from, first == nullptr ? nullptr : first + from, count, part == 1, o);
-      continue;
+  const int64_t body = o.is_fused ? n / LANES * LANES : n, rest = n - body;
+  if (!o.is_adam) {
+    decay(p, n, o);
+    sgd(p, g, first, body, false, o);
+    if (rest > 0) sgd(p + body, g + body, first == nullptr ? nullptr : first + body, rest, true, o);
+  } else {
+    const bool is_small = std::fabs(static_cast<float>(1 - o.beta1)) < 0.5f;
+    const bool rounds = weight.remainder == nullptr && weight.weight != nullptr && !weight.is_float16;
+    const auto update = rounds ? (is_small ? adam<true, true> : adam<false, true>)
+                               : (is_small ? adam<true, false> : adam<false, false>);
+    update(p, g, first, second, body, rounds ? weight.weight + begin : nullptr, weight, o);
+    if (rest > 0) {
+      float *__restrict q = p + body, *__restrict m = first + body, *__restrict v = second + body;
+      decay(q, rest, o);
+      moments(g + body, m, v, rest, true, o);
+      const float step = weight.step, over = weight.root, eps = static_cast<float>(o.eps);
+      for (int64_t i = 0; i < rest; ++i) q[i] = q[i] + step * m[i] / (std::sqrt(v[i]) / over + eps);
     }
-    float *__restrict q = p + from, *__restrict m = first + from, *__restrict v = second + from;
-    moments(g + from, m, v, count, part == 1, o);
-    const float step = weight.step, over = weight.root, eps = static_cast<float>(o.eps);
-    for (int64_t i = 0; i < count; ++i) q[i] = q[i] + step * m[i] / (std::sqrt(v[i]) / over + eps);
+    if (rounds) {
+      put_back(weight, begin + body, p + body, rest);
+      return;
+    }
   }
   put_back(weight, begin, p, n);
 }
