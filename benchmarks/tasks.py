@@ -184,6 +184,15 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         _bandwidth,
         optimizer_only=True,
     ),
+    "launch_sgd": TaskRow(
+        "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, SGD",
+        {
+            "quick": {"blocks": 4, "width": 32, "batch": 4},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4},
+        },
+        partial(_launch, rule=Rule("sgd", 1e-3, 0.9)),
+    ),
     "launch_adamw": TaskRow(
         "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, AdamW",
         {
