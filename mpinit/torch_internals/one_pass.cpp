@@ -107,6 +107,7 @@ void round_to_float16(const float* values, uint16_t* weight, int64_t n) {
   for (; i < n; ++i) weight[i] = c10::Half(values[i]).x;
 }
 
+// Whether the weights are the rounded values, bit for bit.
 bool are_rounded(const float* values, const uint16_t* weight, bool is_float16, int64_t n) {
   int64_t i = 0;
   if (!is_float16) {
@@ -279,7 +280,7 @@ void check_states(Weight& weight, const Options& o) {
   weight.root = static_cast<float>(o.is_fused ? std::sqrt(second) : std::pow(second, 0.5));
 }
 
-// Gradients as the update sees them.
+// Negates gradients to maximize, and adds a weight decay that is not decoupled.
 void prepare(const float* p, float* g, int64_t n, const Options& o) {
   if (o.maximize)
     for (int64_t i = 0; i < n; ++i) g[i] = -g[i];
@@ -288,13 +289,13 @@ void prepare(const float* p, float* g, int64_t n, const Options& o) {
   for (int64_t i = 0; i < n; ++i) g[i] = fused(p[i], decay, g[i]);
 }
 
-// What a decoupled decay leaves of a number.
-float kept(const Options& o) {
+// The factor of a decoupled weight decay; 1 where the decay is in the gradient.
+float decay_factor(const Options& o) {
   return o.is_decoupled ? static_cast<float>(1 - o.rate * o.decay) : 1.f;
 }
 
 void decay(float* p, int64_t n, const Options& o) {
-  const float keep = kept(o);
+  const float keep = decay_factor(o);
   if (o.decay == 0 || !o.is_decoupled) return;
   for (int64_t i = 0; i < n; ++i) p[i] *= keep;
 }
@@ -347,15 +348,15 @@ void moments(
     for (int64_t i = 0; i < n; ++i) v[i] = fused(second * g[i], g[i], v[i] * beta2);
 }
 
-// Adam's whole update of a number in one loop, in which reading memory overlaps with divisions; without the last numbers
-// of a tensor, where torch's code is another.
+// One loop for decay, moments, update and, with rounds, rounding: so reading memory overlaps with divisions. is_small: as
+// in torch's lerp, the weight of the gradient is below 0.5. The last numbers of a tensor have other code in torch.
 template <bool is_small, bool rounds>
 void adam(
     float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, int64_t n,
     [[maybe_unused]] uint16_t* __restrict rounded, const Weight& weight, const Options& o) {
   const float first = static_cast<float>(1 - o.beta1), beta2 = static_cast<float>(o.beta2);
   const float second = static_cast<float>(1 - o.beta2), factor = is_small ? first : first - 1.f;
-  const float keep = kept(o), step = weight.step, over = weight.root;
+  const float keep = decay_factor(o), step = weight.step, over = weight.root;
   const float eps = static_cast<float>(o.eps);
   for (int64_t i = 0; i < n; ++i) {
     const float mean = fused(factor, g[i] - m[i], is_small ? m[i] : g[i]);
