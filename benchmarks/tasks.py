@@ -164,14 +164,15 @@ _BERT_BASE = {"vocabulary": 30522, "width": 768, "layers": 12, "heads": 12, "fee
 _BERT_SMALL = {"vocabulary": 2000, "width": 128, "layers": 4, "heads": 4, "feedforward": 512}
 _BERT_TINY = {"vocabulary": 100, "width": 16, "layers": 2, "heads": 2, "feedforward": 32}
 
+_LAUNCH_SIZES: Final[Mapping[str, Size]] = {
+    "quick": {"blocks": 4, "width": 32, "batch": 4},
+    "cpu": {"blocks": 40, "width": 32, "batch": 4},
+    "cuda": {"blocks": 40, "width": 32, "batch": 4},
+}
 TASKS: Final[Mapping[str, TaskRow]] = {
     "launch": TaskRow(
         "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, Adam",
-        {
-            "quick": {"blocks": 4, "width": 32, "batch": 4},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4},
-        },
+        _LAUNCH_SIZES,
         _launch,
     ),
     "bandwidth": TaskRow(
@@ -186,20 +187,12 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     ),
     "launch_sgd": TaskRow(
         "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, SGD",
-        {
-            "quick": {"blocks": 4, "width": 32, "batch": 4},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4},
-        },
+        _LAUNCH_SIZES,
         partial(_launch, rule=Rule("sgd", 1e-3, 0.9)),
     ),
     "launch_adamw": TaskRow(
         "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, AdamW",
-        {
-            "quick": {"blocks": 4, "width": 32, "batch": 4},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4},
-        },
+        _LAUNCH_SIZES,
         partial(_launch, rule=_ADAMW),
     ),
     "bandwidth_adamw": TaskRow(
@@ -282,11 +275,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     ),
     "o1_linear": TaskRow(
         "launch-bound without norms: 40 x [Linear 32, ReLU], batch 4, SGD",
-        {
-            "quick": {"blocks": 4, "width": 32, "batch": 4},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4},
-        },
+        _LAUNCH_SIZES,
         partial(_launch, norms=False, rule=Rule("sgd", 1e-3)),
     ),
     "wide": TaskRow(
