@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from . import registry
-from .model.float32_values import Float32Block
+from .model.float32_block import Float32Block
 from .session import Session
 
 
@@ -19,9 +21,10 @@ def float32_weights(owners: Any) -> Iterator[None]:
     gradients, ``requires_grad``, hooks, Python attributes and groups are carried back. May be nested. Where weights are
     float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in float32).
 
-    Parameters are other objects inside: read them from the model in the block, not before. One that is kept after the
-    block is the live master with full masters, and elsewhere empty (all nan): a write to it raises an error with the
-    next use of the model. Needs 4 bytes per parameter where there are no full masters.
+    Parameters are other objects inside: read them from the model in the block, not before. Every block has the same
+    objects, as long as the model's own parameters are the same, so a list of them may be used again in later blocks.
+    After a block a kept parameter is the live master with full masters, and elsewhere empty (all nan): a write to it
+    raises an error with the next use of the model. Needs 4 bytes per parameter where there are no full masters.
 
     Args:
         owners: an initialised model or optimizer, or a list or tuple of them.
@@ -58,10 +61,14 @@ def _of_session(session: Session) -> Iterator[None]:
         yield
         return
     session.managed.check_idle("mpinit.float32_weights()")
-    block = Float32Block(session.values)
+    if session.float32_block is None:
+        session.float32_block = Float32Block(session.models, session.values)
+    block = session.float32_block
     members = list(session.managed.shared.members)
     try:
-        block.enter()
+        # Tensors that are made in inference mode have no version counters.
+        with torch.inference_mode(False):
+            block.enter()
         session.masters.are_in_model = True
         for each in members:
             each.exchange(block.wide)
@@ -75,7 +82,8 @@ def _of_session(session: Session) -> Iterator[None]:
                 each.narrow_states()
         finally:
             try:
-                block.exit()
+                with torch.inference_mode(False):
+                    block.exit()
             finally:
                 session.masters.are_in_model = False
-                session.values.end_block(block.wide.values())
+                session.values.end_block()

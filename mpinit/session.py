@@ -30,6 +30,7 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.boundary import ForwardGuard
+from .model.float32_block import Float32Block
 from .model.float32_values import Float32Values
 from .model.input_values import InputWarnings
 from .model.kept_state import KeptState
@@ -70,6 +71,7 @@ class Session:
         verbosity: 0: nothing is logged.
         selection: the modules that stay float32 and the tensors that are cast, as :meth:`apply` has found them.
         values, masters: the float32 values of 16-bit tensors, and the masters among them.
+        float32_block: the blocks of ``float32_weights``; None before the first.
         forwards: the casts around the models' forwards.
         forward_guard, step_guard: the checks before forwards, and before steps of optimizers that are not managed.
         ranks: the agreement with other processes.
@@ -86,6 +88,7 @@ class Session:
         self.is_live = False
         self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
+        self.float32_block: Float32Block | None = None
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers)
         self.step_guard = StepGuard(self.masters)
         self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]

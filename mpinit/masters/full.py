@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..basics.dtypes import as_float32, cast_to
 from ..basics.modules import Names
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data, sharded_as
-from ..torch_internals.bulk import are_same, data_ptrs, strides_of, versions_of
+from ..torch_internals.bulk import are_same, concatenated_bits, differing, layouts_of, versions_of
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from ..torch_internals.running import reads_without_sync, without_gradients
@@ -221,6 +221,22 @@ class FullMasters(Masters):
         round_into(master.weight, master.parameter, clamps=True)
         return True
 
+    @torch.no_grad()
+    def clamp_all(self, masters: Iterable[Master]) -> list[Master]:
+        """Call :meth:`clamp` for several masters, and return those for which it returned True.
+
+        Weights are searched for inf and nan together, with one device sync per device.
+        """
+        found: dict[torch.device, list[Master]] = {}
+        for master in masters:
+            if not master.clamps and master.weight.dtype is torch.float16 and local(master.weight).numel():
+                found.setdefault(master.weight.device, []).append(master)
+        suspects: list[Master] = []
+        for several in found.values():
+            norms = torch.stack(torch._foreach_norm([local(master.weight) for master in several], math.inf))
+            suspects += [m for m, is_finite in zip(several, norms.isfinite().tolist(), strict=True) if not is_finite]
+        return [master for master in suspects if self.clamp(master)]
+
     def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
         return [None if gradient is None else as_float32(gradient) for gradient in gradients]
 
@@ -258,8 +274,8 @@ class _Batch(MasterBatch):
         self._numbers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._small_before: torch.Tensor | None = None
         self._others: list[Master] = []
-        self._addresses: list[int] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._both = [*self._weights, *self._parameters]
+        self._layouts: object = None
 
     @property
     def _owner(self) -> FullMasters:
@@ -284,33 +300,43 @@ class _Batch(MasterBatch):
         """List the masters whose weights may have been written to since the last rounding."""
         if self._are_sharded or self._was_moved():
             return self.masters
-        small, touched = self._small, self._owner.data_use.touched
-        if small and self._small_are_rounded():
-            small = []
-        elif small and self._small_before is not None:
-            small = self._written_among_small(torch.cat(self._numbers[0]))
-        versions = versions_of([master.weight for master in self._others])
-        others = zip(self._others, versions, strict=True)
+        touched = self._owner.data_use.touched
+        small = self._differing_small()
+        if small and self._small_before is not None:
+            small = self._written_among(small)
+        others = zip(self._others, versions_of([master.weight for master in self._others]), strict=True)
         written = [
             m
             for m, now in others
             if m.last_seen is None or m.last_seen[1] is not None or m.last_seen[0] != now or id(m.weight) in touched
         ]
+        unknown = [master for master in written if master.last_seen is None]
+        if unknown:
+            agreeing = set(map(id, unknown)).difference(map(id, _differing(unknown)))
+            written = [master for master in written if id(master) not in agreeing]
         return [*small, *written]
 
-    def _small_are_rounded(self) -> bool:
+    def _differing_small(self) -> list[Master]:
+        """List the small masters whose weights are not their roundings; without native code all of them, or none."""
+        weights, values = self._numbers
+        found = differing(values[: len(self._small)], weights[: len(self._small)])
+        if found is not None:
+            return [self._small[index] for index in found]
+        if not weights:
+            return []
         with CastsOff():  # autocast would promote the dtypes of cat()
-            weights, values = map(torch.cat, self._numbers)
-        return torch.equal(values.to(weights.dtype).view(torch.int64), weights.view(torch.int64))
+            narrow, wide = torch.cat(weights), torch.cat(values)
+        are_rounded = torch.equal(wide.to(narrow.dtype).view(torch.int64), narrow.view(torch.int64))
+        return [] if are_rounded else self._small
 
     @torch.no_grad()
     def round(self) -> None:
         """Round masters into their weights where the two differ."""
         if self._are_sharded or self._was_moved():
-            differing = self.masters
+            masters = self.masters
         else:
-            differing = self._others if self._small and self._small_are_rounded() else [*self._small, *self._others]
-        for master in self._rounded_together(differing):
+            masters = [*self._differing_small(), *_differing(self._others)]
+        for master in self._rounded_together(masters):
             self._owner.round(master)
 
     def _rounded_together(self, masters: Sequence[Master]) -> list[Master]:
@@ -323,34 +349,34 @@ class _Batch(MasterBatch):
         done = set(map(id, found))
         return [master for master in masters if id(master) not in done]
 
-    def _written_among_small(self, weights: torch.Tensor) -> list[Master]:
-        """List small masters, without those that a user has written to through numpy: there the master counts.
+    def _written_among(self, masters: list[Master]) -> list[Master]:
+        """Return small masters, without those that a user has written to through numpy: there the master counts.
 
         Those are masters that a user has, of weights whose bits have not changed since the last step.
         """
         assert self._small_before is not None
+        asked = set(map(id, masters))
+        weights = concatenated_bits(self._numbers[0])
         sizes = [master.weight.numel() for master in self._small]
         sizes.append(len(weights) - sum(sizes))
         parts = (
-            weights.view(torch.int16).split_with_sizes(sizes),
-            self._small_before.view(torch.int16).split_with_sizes(sizes),
+            weights.split_with_sizes(sizes),
+            self._small_before.split_with_sizes(sizes),
         )
         handed_out = self._owner.handed_out
         return [
             master
             for master, now, before in zip(self._small, *parts, strict=False)
-            if id(master) not in handed_out or not torch.equal(now, before)
+            if id(master) in asked and (id(master) not in handed_out or not torch.equal(now, before))
         ]
 
     def _was_moved(self) -> bool:
         """Return whether a weight or master has other memory than before, and set up the batch for it."""
-        addresses, strides = data_ptrs([*self._weights, *self._parameters]), strides_of(self._weights)
-        if addresses == self._addresses and strides == self._strides:
+        if layouts_of(self._both) == self._layouts:
             return False
-        has_been_set_up = bool(self._addresses)
+        has_been_set_up = self._layouts is not None
         self._owner.follow_replaced_memory(self.masters)
-        self._addresses = data_ptrs([*self._weights, *self._parameters])
-        self._strides = strides_of(self._weights)
+        self._layouts = layouts_of(self._both)
         read = [m for m in self.masters if m.weight.numel() <= _SMALL and reads_without_sync(m.weight.device)]
         read = [m for m in read if m.weight.is_contiguous() and m.parameter.is_contiguous()]
         self._small = [m for m in read if m.weight.dtype is read[0].weight.dtype]
@@ -390,7 +416,7 @@ class _Batch(MasterBatch):
 
     def _remember_small(self) -> None:
         is_handed_out = self._small and not self.members.isdisjoint(self._owner.handed_out)
-        self._small_before = torch.cat(self._numbers[0]) if is_handed_out else None
+        self._small_before = concatenated_bits(self._numbers[0]) if is_handed_out else None
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Return the gradients as they are, unless weights may have 16-bit gradients, as under DDP."""
@@ -398,6 +424,12 @@ class _Batch(MasterBatch):
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
         return self._owner.in_kept_dtype(gradients)
+
+
+def _differing(masters: list[Master]) -> list[Master]:
+    """List the masters whose weights are not their roundings; without native code all of them."""
+    found = differing([master.parameter for master in masters], [master.weight for master in masters])
+    return masters if found is None else [masters[index] for index in found]
 
 
 def _is_rounded(weight: torch.Tensor, values: torch.Tensor) -> bool:

@@ -26,9 +26,18 @@ from ..distributed.sharding import (
     shard,
     sharded_as,
 )
-from ..torch_internals.bulk import are_same, data_ptrs, in_pieces, set_all_data, strides_of, versions_of
+from ..torch_internals.bulk import (
+    are_same,
+    changed_versions,
+    data_ptrs,
+    in_pieces,
+    layouts_of,
+    set_all_data,
+    versions_of,
+)
+from ..torch_internals.one_pass import native
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from ..torch_internals.running import without_gradients
+from ..torch_internals.running import is_eager, without_gradients
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
@@ -195,8 +204,22 @@ class SplitMasters(Masters):
             remainder = remainder.masked_fill(_is_zero_or_inf(flat(weight)), 0)
         return remainder
 
+    def have_remainders(self, masters: Sequence[Master]) -> bool:
+        """Return whether no weight was written to since its remainder was computed, as far as torch counts writes."""
+        weights: list[torch.Tensor] = [master.weight for master in masters]
+        touched = self.data_use.touched
+        if touched and not touched.isdisjoint(map(id, weights)):
+            return False
+        known = [self.versions.get(id(master), -1) for master in masters]
+        return changed_versions(weights, known) is None
+
     def all_values(self, masters: Sequence[Master]) -> list[torch.Tensor]:
         """Return the :meth:`values` of several masters; those of small ones in as many operations as those of one."""
+        code = native()
+        if code is not None and is_eager() and self.have_remainders(masters):
+            known: list[torch.Tensor] | None = code.joined([master.weight for master in masters], list(masters))
+            if known is not None:
+                return known
         found: dict[int, torch.Tensor] = {}
         for indices in in_pieces([master.weight for master in masters], (not master.is_sharded for master in masters)):
             group = [masters[index] for index in indices]
@@ -313,8 +336,7 @@ class _Bucket(MasterBatch):
         self._sizes = [shard(weight).numel() for weight in self._weights]
         self._numel = sum(self._sizes)
         self._placeholders = [_placeholder(weight) for weight in self._weights]
-        self._addresses: list[int] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._layouts: object = None
         self._parts: list[torch.Tensor] = []
         # The weights' versions when they last agreed with their remainders.
         self._versions = [owner.versions.get(id(master), -1) for master in masters]
@@ -334,15 +356,13 @@ class _Bucket(MasterBatch):
     def _find_weights(self) -> None:
         """Find the memory of the weights and remainders, which may have changed since the last step."""
         shards = self._shards()
-        addresses, strides = data_ptrs(shards), strides_of(shards)
-        if (addresses, strides) == (self._addresses, self._strides) and self._has_remainders():
+        if layouts_of(shards) == self._layouts and self._has_remainders():
             return
         self._owner.follow_replaced_memory(self._masters)
         shards = self._shards()
         self._sizes = [each.numel() for each in shards]
         self._numel = sum(self._sizes)
         self._placeholders = list(map(_placeholder, self._weights))
-        addresses, strides = data_ptrs(shards), strides_of(shards)
         parts = [master.laid_out(shard(master.weight)) for master in self._masters]
         self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
         self._parts = list(self._remainder.split_with_sizes(self._sizes))
@@ -350,7 +370,7 @@ class _Bucket(MasterBatch):
             master.remainder = part
         self._flat = [flat(TENSOR_DETACH(weight)) for weight in shards]
         self._halves = [weight.view(torch.int16) for weight in self._flat]
-        self._addresses, self._strides, self._laid_out = addresses, strides, None
+        self._layouts, self._laid_out = layouts_of(shards), None
 
     def _has_remainders(self) -> bool:
         """Return whether the remainders are still parts of this bucket's tensor.
@@ -381,7 +401,7 @@ class _Bucket(MasterBatch):
             return
         touched = self._owner.data_use.touched
         is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
-        if is_touched or versions_of(self._shards()) != self._versions:
+        if is_touched or changed_versions(self._shards(), self._versions) is not None:
             for weight, remainder in zip(self._flat, self._parts, strict=True):
                 remainder.masked_fill_(_is_zero_or_inf(weight), 0)
 

@@ -14,42 +14,34 @@ as the parameters inside ``with float32_weights(model)``. One rule applies to al
 4. Code that runs in every iteration works on all tensors in bulk.
 """
 
-import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
-from ..basics.modules import Names, modules_of
-from ..basics.weak_references import WeakList
+from ..basics.modules import Names
 from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..masters.split import SplitMasters
 from ..torch_internals.bulk import (
-    Children,
-    Entries,
     are_same,
     changed_grads,
-    grads_of,
-    in_pieces,
+    changed_versions,
     set_grads,
     set_grads_of_same_dtype,
     versions_of,
 )
-from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
+from ..torch_internals.parameter_data import have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
+from .block_parameters import BlockParameters
 from .casting import TensorCasts
-from .shared_memory import is_16_bit
 
 # How many tensors an error names.
 _NAMED: Final = 12
@@ -63,10 +55,6 @@ _STALE: Final = (
     "or a write): its other numbers are those of before. Entries are copies: call model.state_dict() anew and write to "
     "that, or write inside `with mpinit.float32_weights(model)`. This write is dropped"
 )
-_KEPT_FROM_BLOCK: Final = (
-    "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "
-    "it is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
-)
 _TWICE: Final = (
     "{!r} was written to in two state dicts that model.state_dict() returned, differently: write to one of them. "
     "Nothing was changed, and both writes are dropped"
@@ -79,8 +67,7 @@ class Float32Values:
     Attributes:
         masters: the masters of the weights that are trained.
         casts: the casts of all other tensors, with their float32 values.
-        block_parameters: the float32 parameters that were made for ``float32_weights`` blocks.
-        places: the places of the models' 16-bit tensors.
+        block_parameters: the float32 parameters that were made for ``float32_weights`` blocks; None before the first.
     """
 
     def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
@@ -97,8 +84,7 @@ class Float32Values:
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
         # For the last hand_out(): the weights, their masters, the list that was returned, the number of masters.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
-        self.block_parameters = BlockParameters()
-        self.places = Places(models)
+        self.block_parameters: BlockParameters | None = None
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
@@ -199,7 +185,7 @@ class Float32Values:
 
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
         """Record an entry that a state dict has made inside of a block: there it shares the parameter's memory."""
-        tensor = self.block_parameters.tensor_of(wide)
+        tensor = None if self.block_parameters is None else self.block_parameters.tensor_of(wide)
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
@@ -329,15 +315,14 @@ class Float32Values:
         if self._handed_out is not None:
             self._handed_out.close()
         self._entries, self._block_entries = [], []
-        self.block_parameters = BlockParameters()
+        self.block_parameters = None
 
     # -- parameters inside of a block ---------------------------------------------------------------------------------
 
-    def end_block(self, wide: Iterable[torch.Tensor]) -> None:
-        """End a block: its masters count as handed out, and entries of its state dicts are copies from now on."""
+    def end_block(self) -> None:
+        """End a block: all masters count as handed out, and entries of its state dicts are copies from now on."""
         if self._handed_out is not None:
-            known = {id(master.parameter): master for master in self.masters}
-            self._handed_out.add([known[id(each)] for each in wide if id(each) in known])
+            self._handed_out.add(self.masters)
         self.moved()
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:
@@ -345,127 +330,6 @@ class Float32Values:
                     _Entry(handed_out, saved, saved._version, tensor, self._record_clock(tensor), False)
                 )
         self._block_entries = []
-
-
-@dataclass(slots=True)
-class _WideParameter:
-    """A float32 parameter or buffer that was made for a block.
-
-    Attributes:
-        alive: a weak reference to it.
-        tensor: the 16-bit tensor that it replaces.
-        version: its version when the block ended; None inside the block.
-    """
-
-    alive: weakref.ref[torch.Tensor]
-    tensor: torch.Tensor
-    version: int | None = None
-
-
-def _emptied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make numbers of each tensor's shape that are all nan and cannot be written to."""
-    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-    nans = {
-        (dtype, device): iter(torch.full((count,), torch.nan, dtype=dtype, device=device).unbind())
-        for (dtype, device), count in Counter(kinds).items()
-    }
-    return [next(nans[kind]).expand(tensor.shape) for kind, tensor in zip(kinds, tensors, strict=True)]
-
-
-def _numbers_of(values: Float32Values, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the float32 values of several 16-bit tensors, or float32 copies of their own numbers."""
-    table = values.masters
-    if isinstance(table, SplitMasters):
-        masters = [master for master in map(table.of, tensors) if master is not None]
-        known = dict(zip((id(master.weight) for master in masters), table.all_values(masters), strict=True))
-    else:
-        known = {}
-    found = [known[id(tensor)] if id(tensor) in known else values.of(tensor) for tensor in tensors]
-    return [tensor.detach().float() if own is None else own for tensor, own in zip(tensors, found, strict=True)]
-
-
-class BlockParameters:
-    """The float32 parameters and buffers that replace 16-bit ones inside of ``float32_weights`` blocks.
-
-    They are made for a block and emptied after it. If a later block finds one still alive, it uses that again. Weights
-    with full masters need none: their masters replace them.
-    """
-
-    def __init__(self) -> None:
-        # The id of a 16-bit tensor -> its float32 parameter.
-        self._wide: dict[int, _WideParameter] = {}
-
-    def __len__(self) -> int:
-        return len(self._wide)
-
-    def tensor_of(self, wide: torch.Tensor) -> torch.Tensor | None:
-        """Return the 16-bit tensor that a tensor replaces inside a block; None if it replaces none."""
-        return next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
-
-    def widen(self, values: Float32Values, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Make the float32 parameters and buffers that replace 16-bit ones inside of a block, and yield them."""
-        for tensor, own in zip(tensors, _numbers_of(values, tensors), strict=True):
-            numbers = own.float()
-            if values.masters.of(tensor) is None and numbers.data_ptr() == own.data_ptr():
-                numbers = numbers.clone()
-            wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
-            if wide is None:
-                wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
-            else:
-                TENSOR_DATA.__set__(wide, numbers)
-            self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
-            yield wide
-
-    def _written(self, values: Float32Values, made: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> set[int]:
-        """Return the ids of 16-bit tensors whose float32 ones have other values; with one device sync per device.
-
-        Args:
-            made: the 16-bit tensors and the float32 ones that replace them.
-        """
-        found: set[int] = set()
-        norms: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-        are_usual = (wide.dtype is torch.float32 and wide.shape == t.shape and not is_sharded(wide) for t, wide in made)
-        for indices in in_pieces([tensor for tensor, _ in made], are_usual):
-            tensors, now = [made[index][0] for index in indices], [made[index][1].detach() for index in indices]
-            before = _numbers_of(values, tensors)
-            if len(indices) == 1 or reads_without_sync(now[0].device):
-                pairs = zip(tensors, now, before, strict=True)
-                found.update(id(tensor) for tensor, ours, theirs in pairs if not torch.equal(ours, theirs.to(ours)))
-            else:
-                # The difference of two nans is not 0, so they count as changed.
-                norm = torch.stack(torch._foreach_norm(torch._foreach_sub(now, before), math.inf))
-                norms.setdefault(now[0].device, []).append((list(map(id, tensors)), norm))
-        for several in norms.values():
-            keys = [key for ids, _ in several for key in ids]
-            differ = torch.cat([norm for _, norm in several]).tolist()
-            found.update(key for key, difference in zip(keys, differ, strict=True) if difference != 0)
-        return found
-
-    def narrow(self, values: Float32Values, made: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Write changed values of float32 parameters and buffers to the 16-bit ones, and empty them.
-
-        Args:
-            made: the 16-bit tensors and the float32 ones; a pair is removed when it is done.
-        """
-        written, empty = self._written(values, made), _emptied([wide for _, wide in made])
-        while made:
-            tensor, wide = made[-1]
-            if id(tensor) in written:
-                tensor.copy_(now := wide.detach())
-                values.load(tensor, now)
-            TENSOR_DATA.__set__(wide, empty.pop())
-            self._wide[id(tensor)].version = wide._version
-            made.pop()
-
-    def check_kept(self, names: Names) -> None:
-        """Refuse writes to parameters that were kept from inside of a block that is over."""
-        self._wide = {key: known for key, known in self._wide.items() if known.alive() is not None}
-        for known in self._wide.values():
-            wide = known.alive()
-            if wide is not None and known.version not in (None, wide._version):
-                known.version = wide._version
-                TENSOR_DATA.__set__(wide, *_emptied([wide]))
-                raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(known.tensor)))
 
 
 @dataclass(slots=True)
@@ -662,7 +526,7 @@ class HandedOutMasters:
 
     def remember_all(self) -> None:
         """Record that all masters agree with their weights at the moment."""
-        self._versions = self._versions_now()
+        self._versions = versions_of(self._counted(self._weights)), versions_of(self._counted(self._parameters))
         use = self._table.data_use
         for master in self.masters if use.touched else ():
             for tensor in (master.weight, master.parameter):
@@ -670,15 +534,15 @@ class HandedOutMasters:
                     use.keep(tensor)
         self.bind_gradients(anew=True)
 
-    def _versions_now(self) -> tuple[list[int], list[int]]:
-        return self._versions_of(self._weights), self._versions_of(self._parameters)
+    def _counted(self, tensors: list[nn.Parameter]) -> list[Any]:
+        return list(map(shard, tensors)) if self._are_sharded else tensors
 
-    def _versions_of(self, tensors: list[nn.Parameter]) -> list[int]:
-        return versions_of(list(map(shard, tensors)) if self._are_sharded else tensors)
+    def _changed_versions(self, tensors: list[nn.Parameter], which: int) -> list[int] | None:
+        return changed_versions(self._counted(tensors), self._versions[which])
 
     def were_written(self) -> bool:
         """Return whether the version of a master has moved."""
-        return self._versions_of(self._parameters) != self._versions[1]
+        return self._changed_versions(self._parameters, 1) is not None
 
     def remember(self, master: Master) -> None:
         """Record that one master agrees with its weight at the moment."""
@@ -696,13 +560,12 @@ class HandedOutMasters:
         """
         if len(self._table.handed_out) != len(self.masters):
             self._drop_discarded()
-        before, now = self._versions, self._versions_now()
         touched = self._table.data_use.touched
-        if now != before or touched:
+        weights, parameters = self._changed_versions(self._weights, 0), self._changed_versions(self._parameters, 1)
+        if touched or not (weights is None and parameters is None):
             for index, master in enumerate(self.masters):
-                weight_moved, master_moved = (
-                    then[index] != after[index] for then, after in zip(before, now, strict=True)
-                )
+                weight_moved = weights is not None and weights[index] != self._versions[0][index]
+                master_moved = parameters is not None and parameters[index] != self._versions[1][index]
                 is_touched = id(master.weight) in touched or id(master.parameter) in touched
                 if weight_moved or master_moved or is_touched:
                     self._apply(master, weight_moved, master_moved)
@@ -759,207 +622,3 @@ def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch
                 call_after_backward(handed_out.bind_after_backward)
 
     return on_gradient
-
-
-# -- a block --------------------------------------------------------------------------------------------------------
-
-
-class Places:
-    """The places of the 16-bit parameters and buffers of some models; searched again only after a module has changed.
-
-    Attributes:
-        found: for each place the module's dict of parameters or buffers, the name in it, and the tensor.
-        tensors: id of a tensor -> the tensor.
-        rnns: RNN modules, which have a second list of their weights, ``_flat_weights``.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
-        self._seen: list[Entries | Children] = []
-        self.found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.rnns: WeakList[nn.RNNBase] = WeakList()
-
-    def find(self) -> None:
-        """Search the modules, unless none of them has changed."""
-        if self._seen and all(seen.are_as_seen() for seen in self._seen):
-            return
-        modules = list({module: None for model in self._models for module in modules_of(model)})
-        self.found = []
-        owners = set()
-        for module in modules:
-            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
-            if found:
-                owners.add(module)
-                self.found += found
-        self.tensors = {id(tensor): tensor for _, _, tensor in self.found}
-        self.rnns = WeakList(module for module in modules if isinstance(module, nn.RNNBase) and module in owners)
-        self._seen = [Children(modules), Entries(modules, "_parameters"), Entries(modules, "_buffers")]
-
-
-class Float32Block:
-    """A ``float32_weights`` block: float32 parameters and buffers replace a session's 16-bit ones in all modules.
-
-    Attributes:
-        wide: id of a 16-bit tensor -> the float32 tensor that replaces it.
-        narrow: id of a float32 tensor -> the 16-bit tensor that it replaces.
-    """
-
-    def __init__(self, values: Float32Values) -> None:
-        self._values = values
-        self._masters = values.masters if isinstance(values.masters, FullMasters) else None
-        self.wide: dict[int, torch.Tensor] = {}
-        self.narrow: dict[int, torch.Tensor] = {}
-        # Made for this block: the 16-bit tensors, and the float32 ones.
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._carried: _Carried | None = None
-        self._filled: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-
-    @torch.no_grad()
-    def enter(self) -> None:
-        """Put float32 tensors into all modules."""
-        values, places, wide = self._values, self._values.places, self.wide
-        values.apply_writes()
-        places.find()
-        weights = [master.weight for master in values.masters]
-        if self._masters is not None:
-            self._masters.follow_all(keeps_bits=True)
-            parameters = [master.parameter for master in values.masters]
-            wide.update(zip(map(id, weights), parameters, strict=True))
-        tensors = dict(zip(map(id, weights), weights, strict=True)) | places.tensors
-        new = [tensor for key, tensor in tensors.items() if key not in wide and is_16_bit(tensor)]
-        for tensor, made in zip(new, values.block_parameters.widen(values, new), strict=True):
-            self._made.append((tensor, made))
-            wide[id(tensor)] = made
-        self.narrow = {id(wide[key]): tensor for key, tensor in tensors.items() if key in wide}
-        self._carried = _Carried([tensors[key] for key in wide], list(wide.values()))
-        self._filled = places.found
-        for each, name, tensor in places.found:
-            each[name] = wide[id(tensor)]
-        for rnn in places.rnns:
-            rnn._init_flat_weights()
-
-    @torch.no_grad()
-    def exit(self) -> None:
-        """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again."""
-        replaced = self._remove()
-        for tensor, present in replaced:
-            self.wide[id(tensor)].copy_(present)
-        self._filled = []
-        if self._carried is not None:
-            self._carried.bring_back(replaced)
-            self._carried = None
-        if self._masters is not None:
-            self._masters.round_all()
-        self._values.block_parameters.narrow(self._values, self._made)
-        for rnn in self._values.places.rnns:
-            rnn._init_flat_weights()
-
-    def _remove(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put the 16-bit tensors into their places again.
-
-        Returns:
-            The 16-bit tensors that the user has replaced inside the block, and the replacements, whose values count. A
-            replacement of another shape, or one that is not floating, stays in the module.
-        """
-        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for each, name, tensor in self._filled:
-            present = each.get(name)
-            if present is self.wide.get(id(tensor)):
-                each[name] = tensor
-            elif present is not tensor and _fits(present, tensor):
-                replaced[id(tensor)] = tensor, cast(torch.Tensor, present)
-                each[name] = tensor
-        return list(replaced.values())
-
-
-def _fits(present: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(present, torch.Tensor) and present.shape == tensor.shape and present.is_floating_point()
-
-
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
-# Attributes in which torch keeps a parameter's hooks.
-_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_HOOKS_OF: Final = tuple(map(attrgetter, _HOOKS))
-
-
-class _Carried:
-    """The attributes that a block copies from 16-bit parameters to the float32 ones, and back at its end.
-
-    These are ``requires_grad``, ``grad``, hooks, and attributes of the user's. Both parameters share their dicts of
-    hooks: a hook that is registered inside stays after the block, and its handle removes it.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
-        pairs = [(t, w) for t, w in zip(tensors, wide, strict=True) if isinstance(t, nn.Parameter)]
-        self._tensors: list[Any] = [tensor for tensor, _ in pairs]
-        self._wide: list[Any] = [each for _, each in pairs]
-        self._required = list(map(_REQUIRES_GRAD, self._tensors))
-        for each, required, now in zip(self._wide, self._required, map(_REQUIRES_GRAD, self._wide), strict=True):
-            if required is not now:
-                each.requires_grad_(required)
-        self._attributes = {index: dict(own) for index, own in enumerate(map(vars, self._tensors)) if own}
-        for index, own in self._attributes.items():
-            vars(self._wide[index]).update(own)
-        self._hooks = [list(map(hooks_of, self._tensors)) for hooks_of in _HOOKS_OF]
-        self._set_hooks(self._hooks)
-        theirs = grads_of(self._tensors)
-        self._gradients = [None if gradient is None else gradient.float() for gradient in theirs]
-        copies = enumerate(zip(self._gradients, theirs, strict=True))
-        # Versions of the gradients that are float32 copies, to find writes to them.
-        self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
-        if changed_grads(self._wide, self._gradients) is not None:
-            set_grads(self._wide, self._gradients)
-
-    def _set_hooks(self, hooks: Sequence[Sequence[Any]]) -> None:
-        for name, hooks_of, wanted in zip(_HOOKS, _HOOKS_OF, hooks, strict=True):
-            present = list(map(hooks_of, self._wide))
-            if not are_same(present, wanted):
-                for each, now, want in zip(self._wide, present, wanted, strict=True):
-                    if now is not want:
-                        setattr(each, name, want)
-
-    def bring_back(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy the attributes back from the float32 parameters, or from those that the user has put in their places."""
-        sources = self._wide
-        if replaced:
-            others = {id(tensor): present for tensor, present in replaced}
-            pairs = zip(self._tensors, self._wide, strict=True)
-            sources = [others.get(id(tensor), each) for tensor, each in pairs]
-        required = list(map(_REQUIRES_GRAD, sources))
-        if required != self._required:
-            for tensor, want, before in zip(self._tensors, required, self._required, strict=True):
-                if want is not before:
-                    tensor.requires_grad_(want)
-        for index, own in enumerate(map(vars, self._wide)):
-            if own or index in self._attributes:
-                self._bring_attributes_back(index, own)
-        for name, hooks_of, before in zip(_HOOKS, _HOOKS_OF, self._hooks, strict=True):
-            hooks = list(map(hooks_of, self._wide))
-            if not are_same(hooks, before):
-                for tensor, now, was in zip(self._tensors, hooks, before, strict=True):
-                    if now is not was:
-                        setattr(tensor, name, now)
-        self._set_hooks([[None] * len(self._wide)] * len(_HOOKS))
-        self._bring_gradients_back(sources)
-        set_grads(self._wide, [None] * len(self._wide))
-
-    def _bring_attributes_back(self, index: int, own: Any) -> None:
-        before = self._attributes.get(index, {})
-        if list(own) != list(before) or not are_same(list(own.values()), list(before.values())):
-            target = vars(self._tensors[index])
-            target.clear()
-            target.update(own)
-        own.clear()
-
-    def _bring_gradients_back(self, sources: list[Any]) -> None:
-        now = changed_grads(sources, self._gradients)
-        if now is None and not self._copies:
-            return
-        for index, gradient in enumerate(self._gradients if now is None else now):
-            tensor, before = self._tensors[index], self._gradients[index]
-            version = self._copies.get(index)
-            is_written = version is not None and gradient is not None and gradient._version != version
-            if gradient is not before or is_written:
-                tensor.grad = None if gradient is None else gradient.to(tensor.grad_dtype or tensor.dtype)

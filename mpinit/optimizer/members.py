@@ -16,7 +16,7 @@ from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
 from ..plan import MasterWeightsMode
-from ..torch_internals.bulk import are_same
+from ..torch_internals.bulk import are_same, exchanged
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
 from .state import cast_state, wrapped_by
@@ -56,7 +56,9 @@ class Members:
         self.groups_without_fused: list[dict[str, Any]] = []
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
+        # The holders, if masters have to be put into their attributes, too; and those that have none there.
         self._private: Iterable[Optimizer] = ()
+        self._known: WeakList[Optimizer] = WeakList()
         self._groups: list[dict[str, Any]] = []
         self._params: list[list[Any]] = []
         self._is_alone = True
@@ -123,7 +125,8 @@ class Members:
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
         of_weight = self._of_weight
         self._lists = [(each, list(each), [of_weight.get(id(p), p) for p in each]) for each in lists]
-        self._private = WeakList(holders) if self.masters and not all(map(is_known, holders)) else ()
+        self._known = WeakList(filter(is_known, holders))
+        self._private = WeakList(holders) if self.masters and len(self._known) < len(holders) else ()
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
@@ -183,14 +186,14 @@ class Members:
         """Replace parameters, by their ids, in all groups, private lists and states."""
         for holder in self.holders():
             for group in holder.param_groups:
-                group["params"][:] = map(others.get, map(id, group["params"]), list(group["params"]))
+                group["params"][:] = exchanged(group["params"], others)
             before = list(holder.state)
-            keys = list(map(others.get, map(id, before), before))
+            keys = exchanged(before, others)
             if not are_same(keys, before):
-                entries = list(zip(keys, holder.state.values(), strict=True))
+                entries = list(holder.state.values())
                 holder.state.clear()
-                holder.state.update(entries)
-            if not is_known(holder):
+                holder.state.update(zip(keys, entries, strict=True))
+            if holder not in self._known and not is_known(holder):
                 exchange_beside_groups(holder, others)
 
     def narrow_states(self) -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, Final
@@ -12,11 +12,14 @@ from torch import nn
 
 from .one_pass import native
 from .parameter_data import TENSOR_DATA
+from .running import is_eager
 
 _GRAD_OF: Final = attrgetter("grad")
+_CHILDREN_OF: Final = attrgetter("_modules")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _STRIDE_OF: Final[Any] = torch.Tensor.stride
+_SIZE_OF: Final[Any] = torch.Tensor.size
 _VERSION_OF: Final = attrgetter("_version")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
@@ -53,38 +56,86 @@ class Entries:
     def _present(self) -> list[Any]:
         return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
 
-    def are_as_seen(self) -> bool:
-        """Return whether the objects still have the same dicts, with the same keys and values in the same order."""
-        owners = [reference() for reference in self._references]
-        if not all(map(is_not, owners, repeat(None))):
+    def are_as_seen(self, owners: list[Any] | None = None) -> bool:
+        """Return whether the objects still have the same dicts, with the same keys and values in the same order.
+
+        Args:
+            owners: the objects, if the caller has them.
+        """
+        owners = _alive(self._references) if owners is None else owners
+        if owners is None:
             return False
         if (code := native()) is not None:
             return bool(code.are_as_seen(owners, self._name, self._dicts, self._entries))
         return are_same(list(map(self._attribute, owners)), self._dicts) and are_same(self._present(), self._entries)
 
 
-class Children:
-    """A record of the children of modules at the time it is made; it refers to all modules weakly."""
+class ModuleEntries:
+    """A record of the children, parameters and buffers of modules at the time it is made.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners = list(modules)
-        self._references = list(map(weakref.ref, owners))
-        self._names, values = _children_of(owners)
-        self._values = [None if value is None else weakref.ref(value) for value in values]
+    It refers to the modules weakly.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._references = list(map(weakref.ref, modules))
+        self._names, children = _children_of(modules)
+        self._children: list[Callable[[], nn.Module | None]] = [
+            _nothing if child is None else weakref.ref(child) for child in children
+        ]
+        self._tensors = Entries(modules, "_parameters"), Entries(modules, "_buffers")
 
     def are_as_seen(self) -> bool:
-        """Return whether the modules live, and have the same children under the same names."""
-        owners = [reference() for reference in self._references]
-        if not all(map(is_not, owners, repeat(None))):
-            return False
-        names, values = _children_of(owners)
-        expected = [None if reference is None else reference() for reference in self._values]
-        return names == self._names and are_same(values, expected)
+        """Return whether the modules live, and have the same entries under the same names."""
+        modules = _alive(self._references)
+        return (
+            modules is not None
+            and self._are_children_as_seen(modules)
+            and all(entries.are_as_seen(modules) for entries in self._tensors)
+        )
+
+    def _are_children_as_seen(self, modules: list[nn.Module]) -> bool:
+        expected = [reference() for reference in self._children]
+        if (code := native()) is not None:
+            tables = list(map(_CHILDREN_OF, modules))
+            return bool(code.are_as_seen(modules, "_modules", tables, [*self._names, *expected]))
+        names, children = _children_of(modules)
+        return names == self._names and are_same(children, expected)
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any] | None:
+    """Return the objects of weak references; None if one of them was freed."""
+    found = [reference() for reference in references]
+    return found if all(map(is_not, found, repeat(None))) else None
+
+
+def _nothing() -> None: ...
+
+
+def replace_entries(dicts: list[dict[str, Any]], names: list[str], expected: list[Any], values: list[Any]) -> bool:
+    """Set an entry of each dict, if all these entries have the expected values; otherwise set none of them.
+
+    Returns:
+        Whether they had.
+    """
+    if (code := native()) is not None:
+        return bool(code.replace_entries(dicts, names, expected, values))
+    if not are_same(list(map(dict.get, dicts, names)), expected):
+        return False
+    consume(map(dict.__setitem__, dicts, names, values))
+    return True
 
 
 def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
     tables = [module._modules for module in modules]
     return list(chain(*tables)), [value for table in tables for value in table.values()]
+
+
+def exchanged(items: list[Any], others: Mapping[int, Any]) -> list[Any]:
+    """Return a list with another object in place of each item whose id is in ``others``."""
+    if (code := native()) is not None and type(others) is dict:
+        found: list[Any] = code.exchanged(items, others)
+        return found
+    return list(map(others.get, map(id, items), items))
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -126,9 +177,30 @@ def set_grads_of_same_dtype(tensors: list[Any], grads: list[torch.Tensor | None]
     return code is not None and bool(code.set_grads(tensors, grads))
 
 
-def set_all_data(tensors: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def differing(
+    values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], masters: Sequence[Any] | None = None
+) -> list[int] | None:
+    """Return the indices of float32 values that their 16-bit weights do not mean, bit for bit.
+
+    Args:
+        masters: the weights' split masters, whose values have to be ``values``. None: the weights have to be the
+            rounded values.
+
+    Returns:
+        None if there is no native code, or if it cannot compare one of them.
+    """
+    code = native()
+    if code is None or not is_eager():
+        return None
+    found: list[int] | None = code.differing(list(values), list(weights), None if masters is None else list(masters))
+    return found
+
+
+def set_all_data(tensors: list[Any], values: list[torch.Tensor]) -> None:
     """Set each tensor's ``data`` to a tensor of the same shape and dtype."""
-    consume(map(_SET_DATA_OF, tensors, values))
+    code = native()
+    if code is None or not code.set_data(tensors, values):
+        consume(map(_SET_DATA_OF, tensors, values))
 
 
 def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool], limit: int = _PIECE) -> list[list[int]]:
@@ -162,9 +234,36 @@ def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(_ADDRESS_OF, tensors))
 
 
-def strides_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Read each tensor's strides."""
-    return list(map(_STRIDE_OF, tensors))
+def changed_versions(tensors: list[Any], expected: list[int]) -> list[int] | None:
+    """Return each tensor's version counter; None where all are the expected ones, the usual case."""
+    code = native()
+    if code is not None:
+        changed: list[int] | None = code.changed_versions(tensors, expected)
+        return changed
+    found = versions_of(tensors)
+    return None if found == expected else found
+
+
+def layouts_of(tensors: list[torch.Tensor]) -> object:
+    """Return a value that compares equal as long as no tensor gets other memory, sizes or strides."""
+    code = native()
+    found: bytes | None = None if code is None else code.layouts(tensors)
+    if found is not None:
+        return found
+    return list(map(_ADDRESS_OF, tensors)), list(map(_SIZE_OF, tensors)), list(map(_STRIDE_OF, tensors))
+
+
+def have_nothing_to_carry(parameters: list[torch.Tensor]) -> bool:
+    """Return True only if each requires a gradient, and has no hooks and no attributes of Python's."""
+    code = native()
+    return code is not None and bool(code.are_bare(parameters))
+
+
+def concatenated_bits(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the numbers of 16-bit tensors of one dtype, without dimensions or with one, in one int16 tensor."""
+    code = native() if is_eager() else None
+    found: torch.Tensor | None = None if code is None else code.concatenated(tensors)
+    return torch.cat(tensors).view(torch.int16) if found is None else found
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

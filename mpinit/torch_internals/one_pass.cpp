@@ -43,6 +43,8 @@ constexpr int64_t BLOCK = 128, NEIGHBOURS = 32;
 // Numbers worked on at a time: what is between two loops stays in a cache. Where torch is called for square roots, which
 // takes as long as some hundred numbers do, they are more, of several weights where these are small.
 constexpr int64_t CHUNK = 256, CHUNK_OF_ROOTS = 4096;
+// The bytes of a line of a cache, and numbers that are fetched while as many are worked on.
+constexpr int64_t LINE = 64, FETCHED = 1024;
 // Numbers that are worth a thread.
 constexpr int64_t GRAIN = 32768;
 // Of a tensor's end, what does not fill so many places is done by other code of torch's fused steps.
@@ -409,17 +411,13 @@ void step_part(const Chunk& chunk, int64_t begin, int64_t n, float* first, float
   if (waits && scratch.filled + n > CHUNK_OF_ROOTS) update_waiting(scratch);
   const int64_t at = scratch.filled;
   float *p = values_of(weight, begin, scratch.p + at), *g = scratch.g;
-  if (weight.remainder != nullptr) {
-    join(weight.weight + begin, weight.remainder + begin, p, n);
+  if (weight.remainder != nullptr) join(weight.weight + begin, weight.remainder + begin, p, n);
+  else if (weight.weight != nullptr) follow(p, weight.weight + begin, weight.is_float16, scratch.rounded, n);
+  if (weight.short_gradient != nullptr)
     for (int64_t i = 0; i < n; ++i) g[i] = number(static_cast<uint32_t>(weight.short_gradient[begin + i]) << 16);
-  } else {
-    if (weight.weight != nullptr) follow(p, weight.weight + begin, weight.is_float16, scratch.rounded, n);
-    // Where nothing is added to a gradient it is read where it is: a copy of its own takes as long as all the rest.
-    if (o.maximize || (o.decay != 0 && !o.is_decoupled))
-      std::memcpy(g, weight.gradient + begin, n * sizeof(float));
-    else
-      g = const_cast<float*>(weight.gradient + begin);
-  }
+  // Where nothing is added to a gradient it is read where it is: a copy of its own takes as long as all the rest.
+  else if (o.maximize || (o.decay != 0 && !o.is_decoupled)) std::memcpy(g, weight.gradient + begin, n * sizeof(float));
+  else g = const_cast<float*>(weight.gradient + begin);
   prepare(p, g, n, o);
   if (waits) {
     decay(p, n, o);
@@ -533,7 +531,7 @@ PyObject* named(const char* name) {
 
 constexpr const char CODES[] = "codes", STRIDES[] = "strides", REMAINDER[] = "remainder", PARAMETER[] = "parameter",
                      CLAMPS[] = "clamps", STEP[] = "step", FIRST[] = "exp_avg", SECOND[] = "exp_avg_sq",
-                     MOMENTUM[] = "momentum_buffer";
+                     MOMENTUM[] = "momentum_buffer", ADDRESS[] = "address";
 
 PyObject* attribute(PyObject* owner, const char* name) {
   PyObject* found = PyObject_GetAttr(owner, named(name));
@@ -549,6 +547,10 @@ struct WithoutPython {
 bool is_plain(const at::Tensor& t, at::ScalarType dtype) {
   return t.defined() && t.device().is_cpu() && t.layout() == at::kStrided && t.scalar_type() == dtype &&
       !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_inference() && !t.is_neg();
+}
+
+bool is_of_no_subclass(PyObject* item) {
+  return Py_TYPE(item) == (PyTypeObject*)ParameterClass || THPVariable_CheckExact(item);
 }
 
 bool lies_like(const at::Tensor& t, const at::Tensor& other) {
@@ -587,22 +589,28 @@ bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, S
   return found.is_encoded();
 }
 
-// A split master's halves; false where torch's operations have to step it.
+// A split master's halves; false where torch's operations have to work on it.
 bool find_halves(const at::Tensor& weight, PyObject* master, Weight& w) {
   if (master == Py_None) return false;
   Object lower(attribute(master, REMAINDER)), strides(attribute(master, STRIDES));
   if (lower.held == nullptr || !THPVariable_CheckExact(lower.held) || strides.held == nullptr) return false;
-  const at::Tensor &remainder = THPVariable_Unpack(lower.held), &gradient = weight.grad();
-  if (!is_plain(weight, at::kBFloat16) || !is_plain(gradient, at::kBFloat16) || !is_plain(remainder, at::kShort))
-    return false;
+  const at::Tensor& remainder = THPVariable_Unpack(lower.held);
+  if (!is_plain(weight, at::kBFloat16) || !is_plain(remainder, at::kShort)) return false;
   if (!remainder.is_contiguous() || remainder.numel() != weight.numel() || !PyTuple_Check(strides.held)) return false;
   if (PyTuple_GET_SIZE(strides.held) != weight.dim()) return false;
   for (int64_t d = 0; d < weight.dim(); ++d)
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(strides.held, d)) != weight.stride(d)) return false;
   w.weight = reinterpret_cast<uint16_t*>(weight.mutable_data_ptr<at::BFloat16>());
-  w.short_gradient = reinterpret_cast<const uint16_t*>(gradient.const_data_ptr<at::BFloat16>());
   w.remainder = remainder.mutable_data_ptr<int16_t>();
   return true;
+}
+
+// The gradient of a weight with a split master: bfloat16, or float32 after several backward passes.
+bool find_gradient(const at::Tensor& gradient, Weight& w) {
+  if (is_plain(gradient, at::kFloat)) w.gradient = gradient.const_data_ptr<float>();
+  else if (is_plain(gradient, at::kBFloat16))
+    w.short_gradient = reinterpret_cast<const uint16_t*>(gradient.const_data_ptr<at::BFloat16>());
+  return w.gradient != nullptr || w.short_gradient != nullptr;
 }
 
 // A weight's full master, or itself where it is float32; false where torch's operations have to step it.
@@ -636,7 +644,8 @@ bool find(
   const at::Tensor& gradient = weight.grad();
   if (!gradient.defined()) return true;
   Weight w{};
-  if (is_split ? !find_halves(weight, master, w) : !find_values(weight, master, w)) return false;
+  if (is_split ? !find_halves(weight, master, w) || !find_gradient(gradient, w) : !find_values(weight, master, w))
+    return false;
   if (!lies_like(gradient, weight) || !weight.is_non_overlapping_and_dense()) return false;
   w.size = weight.numel();
   w.impl = weight.unsafeGetTensorImpl();
@@ -796,19 +805,25 @@ PyObject* round(PyObject*, PyObject* arguments) {
   });
 }
 
+// Calls work(begin, end) for parts of n numbers, on several threads, until it returns false once; whether it never did.
+template <class Work>
+bool all_of(int64_t n, Work work) {
+  std::atomic<bool> are = true;
+  at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) {
+    for (int64_t from = begin; from < end && are; from += GRAIN)
+      if (!work(from, std::min(from + GRAIN, end))) are = false;
+  });
+  return are;
+}
+
 template <class Bits>
 bool is_finite(const at::Tensor& t, Bits infinite) {
   const Bits* numbers = static_cast<const Bits*>(t.const_data_ptr());
-  std::atomic<bool> found = false;
-  at::parallel_for(0, t.numel(), GRAIN, [&](int64_t begin, int64_t end) {
-    for (int64_t from = begin; from < end && !found; from += GRAIN) {
-      const int64_t to = std::min(from + GRAIN, end);
-      Bits largest = 0;
-      for (int64_t i = from; i < to; ++i) largest = std::max<Bits>(largest, numbers[i] & infinite);
-      if (largest == infinite) found = true;
-    }
+  return all_of(t.numel(), [&](int64_t begin, int64_t end) {
+    Bits largest = 0;
+    for (int64_t i = begin; i < end; ++i) largest = std::max<Bits>(largest, numbers[i] & infinite);
+    return largest != infinite;
   });
-  return !found;
 }
 
 // are_finite(tensors): whether all numbers are; None where that cannot be told here.
@@ -831,6 +846,170 @@ PyObject* are_finite(PyObject*, PyObject* given) {
                         : is_finite<uint16_t>(*t, t->scalar_type() == at::kHalf ? 0x7C00 : 0x7F80));
     }
     return PyBool_FromLong(are);
+  });
+}
+
+// multiply(tensors, factor, is_counted, are_weights): multiplies float32 tensors in place by a 0-dimensional one, or the
+// gradients of weights, None among them, and counts that in their versions; whether all numbers were finite before. None,
+// with nothing done, where torch's operations have to do it.
+PyObject* multiply(PyObject*, PyObject* arguments) {
+  PyObject *given, *by;
+  int is_counted, are_weights;
+  if (!PyArg_ParseTuple(arguments, "O!Opp", &PyList_Type, &given, &by, &is_counted, &are_weights)) return nullptr;
+  if (!THPVariable_CheckExact(by)) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    const at::Tensor& factor = THPVariable_Unpack(by);
+    if (!is_plain(factor, at::kFloat) || factor.numel() != 1) Py_RETURN_NONE;
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(PyList_GET_SIZE(given));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      PyObject* item = PyList_GET_ITEM(given, i);
+      if (are_weights ? !THPVariable_Check(item) : !THPVariable_CheckExact(item)) Py_RETURN_NONE;
+      const at::Tensor& tensor = are_weights ? THPVariable_Unpack(item).grad() : THPVariable_Unpack(item);
+      if (!tensor.defined() && are_weights) continue;
+      if (!is_plain(tensor, at::kFloat) || !tensor.is_non_overlapping_and_dense()) Py_RETURN_NONE;
+      tensors.push_back(tensor);
+    }
+    const float times = *factor.const_data_ptr<float>();
+    std::atomic<bool> are = true;
+    for (const at::Tensor& tensor : tensors)
+      if (is_counted) tensor.unsafeGetTensorImpl()->bump_version();
+    {
+      WithoutPython here;
+      for (const at::Tensor& tensor : tensors) {
+        float* numbers = tensor.mutable_data_ptr<float>();
+        at::parallel_for(0, tensor.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+          uint32_t largest = 0;
+          for (int64_t i = begin; i < end; ++i) {
+            largest = std::max(largest, bits_of(numbers[i]) & INFINITE);
+            numbers[i] *= times;
+          }
+          if (largest == INFINITE) are = false;
+        });
+      }
+    }
+    return PyBool_FromLong(are);
+  });
+}
+
+// -- values of masters ------------------------------------------------------------------------------------------------
+
+// The halves of a weight with a split master, with its present memory; false where torch's operations have to read it.
+bool find_laid_out(PyObject* own, PyObject* master, Weight& w) {
+  if (!THPVariable_Check(own)) return false;
+  const at::Tensor& weight = THPVariable_Unpack(own);
+  if (!find_halves(weight, master, w) || !weight.is_non_overlapping_and_dense()) return false;
+  Object address(attribute(master, ADDRESS));
+  w.size = weight.numel();
+  return address.held != nullptr && PyLong_AsVoidPtr(address.held) == weight.data_ptr();
+}
+
+// joined(weights, masters): the float32 values of split masters, each in memory of its own. None where torch's operations
+// have to compute one.
+PyObject* joined(PyObject*, PyObject* arguments) {
+  PyObject *owns, *masters;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &owns, &PyList_Type, &masters)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const Py_ssize_t count = PyList_GET_SIZE(owns);
+    std::vector<Weight> weights(count);
+    for (Py_ssize_t i = 0; i < count; ++i)
+      if (!find_laid_out(PyList_GET_ITEM(owns, i), PyList_GetItem(masters, i), weights[i])) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+      }
+    std::vector<at::Tensor> made;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const at::Tensor& weight = THPVariable_Unpack(PyList_GET_ITEM(owns, i));
+      made.emplace_back(at::detail::empty_strided_cpu(weight.sizes(), weight.strides(), at::kFloat));
+      weights[i].values = made.back().mutable_data_ptr<float>();
+    }
+    {
+      WithoutPython here;
+      for (const Weight& w : weights)
+        at::parallel_for(0, w.size, GRAIN, [&](int64_t begin, int64_t end) {
+          join(w.weight + begin, w.remainder + begin, w.values + begin, end - begin);
+        });
+    }
+    PyObject* found = PyList_New(count);
+    for (Py_ssize_t i = 0; i < count && found != nullptr; ++i) {
+      PyObject* wrapped = THPVariable_Wrap(made[i]);
+      if (wrapped == nullptr) Py_CLEAR(found);
+      else PyList_SET_ITEM(found, i, wrapped);
+    }
+    return found;
+  });
+}
+
+// Asks for memory that is read soon: the processor's own prefetching ends at each page.
+void fetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(static_cast<const char*>(from) + at);
+}
+
+bool are_joined(const float* values, const uint16_t* weight, const int16_t* remainder, int64_t n) {
+  float expected[CHUNK];
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    const int64_t count = std::min(CHUNK, n - begin);
+    join(weight + begin, remainder + begin, expected, count);
+    if (std::memcmp(expected, values + begin, count * sizeof(float)) != 0) return false;
+  }
+  return true;
+}
+
+// differing(values, weights, masters or None): the indices of float32 values that their 16-bit weights do not mean, bit
+// for bit: with None the weight has to be the rounded values, with split masters these have to be the values. None where
+// torch's operations have to compare one.
+PyObject* differing(PyObject*, PyObject* arguments) {
+  PyObject *values, *owns, *masters;
+  if (!PyArg_ParseTuple(arguments, "O!O!O", &PyList_Type, &values, &PyList_Type, &owns, &masters)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const Py_ssize_t count = PyList_GET_SIZE(owns);
+    std::vector<Weight> weights(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject *own = PyList_GET_ITEM(owns, i), *item = PyList_GetItem(values, i);
+      Weight& w = weights[i];
+      bool is_known = item != nullptr && THPVariable_Check(own) && THPVariable_Check(item);
+      if (is_known) {
+        const at::Tensor &weight = THPVariable_Unpack(own), &wide = THPVariable_Unpack(item);
+        is_known = is_plain(wide, at::kFloat) && lies_like(wide, weight) && weight.is_non_overlapping_and_dense();
+        if (masters != Py_None) {
+          is_known = is_known && PyList_Check(masters) && find_laid_out(own, PyList_GetItem(masters, i), w);
+        } else if (is_known) {
+          w.is_float16 = is_plain(weight, at::kHalf);
+          is_known = w.is_float16 || is_plain(weight, at::kBFloat16);
+          w.weight = static_cast<uint16_t*>(const_cast<void*>(weight.const_data_ptr()));
+          w.size = weight.numel();
+        }
+        if (is_known) w.values = const_cast<float*>(wide.const_data_ptr<float>());
+      }
+      if (!is_known) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+      }
+    }
+    std::vector<Py_ssize_t> found;
+    {
+      WithoutPython here;
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        const Weight& w = weights[i];
+        const bool are_same = all_of(w.size, [&](int64_t begin, int64_t end) {
+          bool are = true;
+          for (int64_t at = begin; at < end && are; at += FETCHED) {
+            const int64_t n = std::min(FETCHED, end - at), next = std::min(FETCHED, w.size - at - n);
+            fetch(w.values + at + n, next * sizeof(float));
+            fetch(w.weight + at + n, next * sizeof(uint16_t));
+            if (w.remainder != nullptr) fetch(w.remainder + at + n, next * sizeof(int16_t));
+            are = w.remainder != nullptr ? are_joined(w.values + at, w.weight + at, w.remainder + at, n)
+                                         : are_rounded(w.values + at, w.weight + at, w.is_float16, n);
+          }
+          return are;
+        });
+        if (!are_same) found.push_back(i);
+      }
+    }
+    PyObject* indices = PyList_New(found.size());
+    for (size_t i = 0; i < found.size() && indices != nullptr; ++i)
+      PyList_SET_ITEM(indices, i, PyLong_FromSsize_t(found[i]));
+    return indices;
   });
 }
 
@@ -947,6 +1126,45 @@ PyObject* are_as_seen(PyObject*, PyObject* arguments) {
   return PyBool_FromLong(seen == count);
 }
 
+// replace_entries(dicts, names, expected, values): sets each dict's entry of this name, if all have the expected values;
+// four lists. Whether they had: otherwise nothing is set.
+PyObject* replace_entries(PyObject*, PyObject* arguments) {
+  PyObject *dicts, *names, *expected, *values;
+  if (!PyArg_ParseTuple(arguments, "O!O!O!O!", &PyList_Type, &dicts, &PyList_Type, &names, &PyList_Type, &expected,
+                        &PyList_Type, &values))
+    return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(dicts);
+  if (PyList_GET_SIZE(names) != count || PyList_GET_SIZE(expected) != count || PyList_GET_SIZE(values) != count)
+    Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!PyDict_Check(PyList_GET_ITEM(dicts, i))) Py_RETURN_FALSE;
+    PyObject* present = PyDict_GetItemWithError(PyList_GET_ITEM(dicts, i), PyList_GET_ITEM(names, i));
+    if (present != PyList_GET_ITEM(expected, i)) {
+      if (PyErr_Occurred() != nullptr) return nullptr;
+      Py_RETURN_FALSE;
+    }
+  }
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (PyDict_SetItem(PyList_GET_ITEM(dicts, i), PyList_GET_ITEM(names, i), PyList_GET_ITEM(values, i)) != 0)
+      return nullptr;
+  Py_RETURN_TRUE;
+}
+
+// exchanged(items, others): a list with the object that `others` has for an item's id, or else the item.
+PyObject* exchanged(PyObject*, PyObject* arguments) {
+  PyObject *items, *others;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &items, &PyDict_Type, &others)) return nullptr;
+  PyObject* found = PyList_New(PyList_GET_SIZE(items));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items) && found != nullptr; ++i) {
+    PyObject* item = PyList_GET_ITEM(items, i);
+    Object key(PyLong_FromVoidPtr(item));
+    PyObject* other = key.held == nullptr ? nullptr : PyDict_GetItemWithError(others, key.held);
+    if (PyErr_Occurred() != nullptr) Py_CLEAR(found);
+    else PyList_SET_ITEM(found, i, Py_NewRef(other == nullptr ? item : other));
+  }
+  return found;
+}
+
 // versions(tensors): how often each was written to; None where one of them does not count that.
 PyObject* versions(PyObject*, PyObject* given) {
   if (!PyList_Check(given)) Py_RETURN_NONE;
@@ -959,6 +1177,100 @@ PyObject* versions(PyObject*, PyObject* given) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given) && found != nullptr; ++i)
       PyList_SET_ITEM(found, i, PyLong_FromLong(THPVariable_Unpack(PyList_GET_ITEM(given, i))._version()));
     return found;
+  });
+}
+
+// changed_versions(tensors, expected): what versions() returns; None where all are the expected ones; two lists.
+PyObject* changed_versions(PyObject* self, PyObject* args) {
+  PyObject *tensors, *expected;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &expected)) return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  bool are_same = count == PyList_GET_SIZE(expected);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PyList_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(item) || THPVariable_Unpack(item).is_inference())
+      return PyErr_Format(PyExc_TypeError, "changed_versions() reads tensors with versions");
+    are_same = are_same && THPVariable_Unpack(item)._version() == PyLong_AsLongLong(PyList_GET_ITEM(expected, i));
+  }
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return are_same ? Py_NewRef(Py_None) : versions(self, tensors);
+}
+
+// set_data(tensors, values): does tensor.data = value for each; two lists. False, with nothing set, where one is of a
+// subclass.
+PyObject* set_data(PyObject*, PyObject* args) {
+  PyObject *tensors, *values;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &values)) return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  if (PyList_GET_SIZE(values) != count) Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!is_of_no_subclass(PyList_GET_ITEM(tensors, i)) || !is_of_no_subclass(PyList_GET_ITEM(values, i)))
+      Py_RETURN_FALSE;
+  return guarded([&]() -> PyObject* {
+    for (Py_ssize_t i = 0; i < count; ++i)
+      THPVariable_Unpack(PyList_GET_ITEM(tensors, i)).set_data(THPVariable_Unpack(PyList_GET_ITEM(values, i)));
+    Py_RETURN_TRUE;
+  });
+}
+
+// layouts(tensors): bytes with each tensor's address, number of dimensions, sizes and strides. None where the argument is
+// no list of tensors with memory on the CPU.
+PyObject* layouts(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    std::vector<int64_t> found;
+    found.reserve(PyList_GET_SIZE(given) * 6);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      if (!THPVariable_Check(PyList_GET_ITEM(given, i))) Py_RETURN_NONE;
+      const at::Tensor& t = THPVariable_Unpack(PyList_GET_ITEM(given, i));
+      const bool is_here = t.is_cpu() && t.layout() == at::kStrided && !t.unsafeGetTensorImpl()->is_python_dispatch();
+      if (!is_here) Py_RETURN_NONE;
+      found.push_back(reinterpret_cast<int64_t>(t.const_data_ptr()));
+      found.push_back(t.dim());
+      found.insert(found.end(), t.sizes().begin(), t.sizes().end());
+      found.insert(found.end(), t.strides().begin(), t.strides().end());
+    }
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(int64_t));
+  });
+}
+
+// are_bare(tensors): whether each requires a gradient, and has no hooks and no attributes of Python's. None where the
+// argument is no list of tensors.
+PyObject* are_bare(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+    PyObject* item = PyList_GET_ITEM(given, i);
+    if (!THPVariable_Check(item)) Py_RETURN_NONE;
+    const THPVariable* tensor = reinterpret_cast<THPVariable*>(item);
+    const auto is_set = [](PyObject* hooks) { return hooks != nullptr && hooks != Py_None; };
+    if (is_set(tensor->backward_hooks) || is_set(tensor->post_accumulate_grad_hooks)) Py_RETURN_FALSE;
+    if (!THPVariable_Unpack(item).requires_grad()) Py_RETURN_FALSE;
+    Object attributes(PyObject_GenericGetDict(item, nullptr));
+    if (attributes.held == nullptr) PyErr_Clear();
+    else if (PyDict_GET_SIZE(attributes.held) != 0) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
+// concatenated(tensors): their 16-bit numbers in one int16 tensor. None where torch's operations have to do it.
+PyObject* concatenated(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    int64_t size = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      if (!THPVariable_Check(PyList_GET_ITEM(given, i))) Py_RETURN_NONE;
+      const at::Tensor& t = THPVariable_Unpack(PyList_GET_ITEM(given, i));
+      if (!t.is_contiguous() || (!is_plain(t, at::kBFloat16) && !is_plain(t, at::kHalf))) Py_RETURN_NONE;
+      size += t.numel();
+    }
+    const at::Tensor made(at::detail::empty_cpu({size}, at::kShort));
+    int16_t* to = made.mutable_data_ptr<int16_t>();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      const at::Tensor& t = THPVariable_Unpack(PyList_GET_ITEM(given, i));
+      if (t.numel() > 0) std::memcpy(to, t.const_data_ptr(), t.numel() * sizeof(int16_t));
+      to += t.numel();
+    }
+    return THPVariable_Wrap(made);
   });
 }
 
@@ -1013,15 +1325,12 @@ PyObject* set_grads(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &grads)) return nullptr;
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
   if (PyList_GET_SIZE(grads) != count) Py_RETURN_FALSE;
-  const auto is_plain = [](PyObject* item) {
-    return Py_TYPE(item) == (PyTypeObject*)ParameterClass || THPVariable_CheckExact(item);
-  };
   return guarded([&]() -> PyObject* {
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject *item = PyList_GET_ITEM(tensors, i), *grad = PyList_GET_ITEM(grads, i);
-      if (!is_plain(item)) Py_RETURN_FALSE;
+      if (!is_of_no_subclass(item)) Py_RETURN_FALSE;
       if (grad == Py_None) continue;
-      if (!is_plain(grad) || grad == item) Py_RETURN_FALSE;
+      if (!is_of_no_subclass(grad) || grad == item) Py_RETURN_FALSE;
       const at::Tensor &tensor = THPVariable_Unpack(item), &its = THPVariable_Unpack(grad);
       const bool fits = its.layout() == at::kStrided && tensor.layout() == at::kStrided &&
                         its.scalar_type() == tensor.scalar_type() && its.device() == tensor.device() &&
@@ -1059,10 +1368,20 @@ PyMethodDef methods[] = {
     {"changed_grads", changed_grads, METH_VARARGS, nullptr},
     {"set_grads", set_grads, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
+    {"replace_entries", replace_entries, METH_VARARGS, nullptr},
+    {"exchanged", exchanged, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},
+    {"changed_versions", changed_versions, METH_VARARGS, nullptr},
+    {"set_data", set_data, METH_VARARGS, nullptr},
+    {"layouts", layouts, METH_O, nullptr},
+    {"are_bare", are_bare, METH_O, nullptr},
+    {"concatenated", concatenated, METH_O, nullptr},
     {"casts", casts, METH_VARARGS, nullptr},
     {"step", step, METH_VARARGS, nullptr},
     {"are_finite", are_finite, METH_O, nullptr},
+    {"multiply", multiply, METH_VARARGS, nullptr},
+    {"joined", joined, METH_VARARGS, nullptr},
+    {"differing", differing, METH_VARARGS, nullptr},
     {"encode", encode, METH_VARARGS, nullptr},
     {"decode", decode, METH_VARARGS, nullptr},
     {"round", round, METH_VARARGS, nullptr},

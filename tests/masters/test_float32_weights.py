@@ -1,19 +1,35 @@
-"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
+"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before.
+
+Below the public face: each test runs by torch's operations and by native code.
+"""
 
 from typing import Any
 
 import pytest
 import simulated_device
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import LEVELS
 from session_device import device, placed
 from torch import nn
 
 import mpinit
+from mpinit.torch_internals import one_pass
 
 pytestmark = pytest.mark.device
 
 KINDS = LEVELS | {"O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16}}
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By torch's operations, and by native code, which a CPU alone has."""
+    if request.param == "native":
+        if device().type != "cpu":
+            pytest.skip("native code is for a CPU")
+        monkeypatch.setattr(one_pass, "_module", request.getfixturevalue("native"))
+    return str(request.param)
 
 
 def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -193,3 +209,204 @@ def test_a_block_costs_a_device_the_same_however_many_weights(kind: str) -> None
         found.append((counts.launches, counts.reads))
         mpinit.undo(model)
     assert found[0] == found[1] and found[0][1] == (kind == "split")
+
+
+MASTERS = {kind: KINDS[kind] for kind in ("O2", "O5", "split")}
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_parameters_are_the_same_objects_in_every_block(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        kept = list(model.parameters())
+    for _ in range(2):
+        step(model, optimizer, batch)
+        expected = [value for name, value in state(model).items() if name in dict(model.named_parameters())]
+        with mpinit.float32_weights(model), torch.no_grad():
+            assert all(one is other for one, other in zip(kept, model.parameters(), strict=True))
+            assert all(map(torch.equal, kept, expected))
+            kept[0].add_(1e-4)
+        assert torch.equal(model.state_dict()["0.weight"], expected[0] + 1e-4)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_average_over_a_kept_list_is_that_of_float32_numbers(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        kept = list(model.parameters())
+        averages = [p.detach().clone() for p in kept]
+    expected = [average.clone() for average in averages]
+    names = [name for name, _ in model.named_parameters()]
+    for _ in range(4):
+        step(model, optimizer, batch)
+        with mpinit.float32_weights(model), torch.no_grad():
+            torch._foreach_lerp_(averages, kept, 0.1)
+        torch._foreach_lerp_(expected, [model.state_dict()[name] for name in names], 0.1)
+    assert all(map(torch.equal, averages, expected))
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_block_after_a_replaced_parameter_has_the_new_one(kind: str) -> None:
+    model, optimizer, _ = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        kept = list(model.parameters())
+    new = nn.Linear(8, 2)
+    model[3] = new
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with mpinit.float32_weights(model):
+        inside = list(model.parameters())
+        assert inside[0] is kept[0] and inside[4] is not kept[4]
+    for name, value in new.state_dict().items():
+        assert torch.equal(model.state_dict()[f"3.{name}"], value)
+    model[3] = nn.Linear(8, 2).bfloat16()
+    with mpinit.float32_weights(model):
+        assert model[3].weight.dtype is torch.float32
+    assert model[3].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_hooks_attributes_and_gradients_of_one_block_are_not_in_the_next(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    weight, called = model[0].weight, []
+    for each in range(2):
+        with mpinit.float32_weights(model):
+            inside = model[0].weight
+            assert each == 0 or (not vars(inside) and inside.grad is None)
+            inside.tag = each
+            handle = inside.register_hook(lambda grad: called.append(grad.dtype))
+            inside.requires_grad_(each == 0)
+            inside.grad = torch.full_like(inside, 0.5)
+        assert weight.tag == each and weight.requires_grad is (each == 0)
+        assert torch.equal(weight.grad.float(), torch.full_like(weight, 0.5, dtype=torch.float32))
+        del weight.tag
+        handle.remove()
+        weight.grad = None
+        weight.requires_grad_()
+    step(model, optimizer, batch)
+    assert not called and not weight._backward_hooks
+    with mpinit.float32_weights(model):
+        assert not vars(model[0].weight) and not model[0].weight._backward_hooks
+
+
+def writes() -> dict[str, Any]:
+    """Ways to write 0.1 to a number of a parameter inside of a block."""
+
+    def replace(model: nn.Module) -> None:
+        new = model[0].weight.detach().clone()
+        new[0, 0] = 0.1
+        model[0].weight = nn.Parameter(new)
+
+    return {
+        "in place": lambda model: model[0].weight.detach()[0, 0].fill_(0.1),
+        "its data": lambda model: model[0].weight.data[0, 0].fill_(0.1),
+        "numpy": lambda model: model[0].weight.detach().numpy().__setitem__((0, 0), 0.1),
+        "other data": lambda model: setattr(model[0].weight, "data", model[0].weight.data + 1.0),
+        "other strides": lambda model: setattr(model[0].weight, "data", model[0].weight.data.t().contiguous().t() + 1),
+        "another parameter": replace,
+    }
+
+
+@pytest.mark.parametrize("way", writes())
+@pytest.mark.parametrize("kind", MASTERS)
+def test_every_write_inside_counts_in_the_second_block_too(kind: str, way: str) -> None:
+    if way == "numpy" and device().type != "cpu":
+        pytest.skip("numpy is for a CPU")
+    model, optimizer, batch = trained(**KINDS[kind])
+    for _ in range(2):
+        step(model, optimizer, batch)
+        others = {name: value for name, value in state(model).items() if name != "0.weight"}
+        with mpinit.float32_weights(model), torch.no_grad():
+            writes()[way](model)
+            expected = model[0].weight.detach().clone()
+        after = model.state_dict()
+        assert torch.equal(after["0.weight"], expected)
+        assert torch.equal(model[0].weight, expected.to(model[0].weight.dtype))
+        assert all(torch.equal(after[name], value) for name, value in others.items())
+        with mpinit.float32_weights(model):
+            assert torch.equal(model[0].weight, expected)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_writes_to_weights_between_blocks_are_read_inside(kind: str) -> None:
+    model, _, _ = trained(**KINDS[kind])
+    ways = [
+        lambda w: w.detach()[0].fill_(0.5),
+        lambda w: w.data[1].fill_(0.25),
+        lambda w: w.detach()[2].zero_(),
+        lambda w: w.detach()[3].fill_(float("inf")),
+    ]
+    if device().type == "cpu":
+        ways.append(lambda w: w.detach().view(torch.int16).numpy().__setitem__((4, 0), 0))
+    for write in ways:
+        with mpinit.float32_weights(model):
+            pass
+        before = model.state_dict()["0.weight"].clone()
+        write(model[0].weight)
+        with mpinit.float32_weights(model):
+            inside = model[0].weight.detach().clone()
+        changed = inside != before
+        # Split masters keep their lower bits, of at most half a unit in the last place.
+        expected = model[0].weight.detach().float()
+        assert changed.any()
+        torch.testing.assert_close(inside[changed], expected[changed], rtol=2**-8 if kind == "split" else 0, atol=0)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_block_in_inference_mode_reads_and_writes(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    expected = state(model)
+    for _ in range(2):
+        with torch.inference_mode(), mpinit.float32_weights(model):
+            assert torch.equal(model[0].weight, expected["0.weight"])
+            model(batch)
+        step(model, optimizer, batch)
+        expected = state(model)
+
+
+@pytest.mark.parametrize("kind", [*MASTERS, "O3"])
+def test_parameter_kept_from_a_block_is_refused_after_its_replacement(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        kept = model[4].shift  # no master, so it is made for blocks
+    model[4].register_buffer("shift", torch.tensor([0.5, 0.25], dtype=model[4].shift.dtype))
+    with mpinit.float32_weights(model):
+        assert model[4].shift is not kept and torch.equal(model[4].shift, torch.tensor([0.5, 0.25]))
+    assert kept.isnan().all()
+    kept.data = torch.ones(2)
+    kept.mul_(2)
+    with pytest.raises(RuntimeError, match="kept from inside"):
+        model.state_dict()
+    step(model, optimizer, batch)
+
+
+@given(st.lists(st.sampled_from(["read", "write", "step", "freeze", "free", "outside", "raise"]), max_size=8))
+def test_any_order_of_blocks_and_steps_is_that_of_one_model(actions: list[str]) -> None:
+    """Split masters and full masters of bfloat16 differ in rounding alone, so both are compared with state dicts."""
+    for kind in ("O5", "split"):
+        model, optimizer, batch = trained(**KINDS[kind])
+        expected = state(model)
+        for action in actions:
+            weight = model[3].weight
+            if action == "step":
+                step(model, optimizer, batch)
+            elif action in ("freeze", "free"):
+                weight.requires_grad_(action == "free")
+            elif action == "outside":
+                with torch.no_grad():
+                    weight[0, 0] = 0.5
+            else:
+                try:
+                    with mpinit.float32_weights(model), torch.no_grad():
+                        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+                        if action != "read":
+                            model[3].weight.mul_(1.0001)
+                            expected["3.weight"] = model[3].weight.detach().clone()
+                        if action == "raise":
+                            raise KeyError
+                except KeyError:
+                    pass
+            if action in ("step", "outside"):
+                expected = state(model)
+            after = state(model)
+            assert all(torch.equal(after[name], value) for name, value in expected.items()), action
+        mpinit.undo(model)

@@ -1,0 +1,133 @@
+"""The float32 parameters and buffers that replace 16-bit ones inside of ``float32_weights`` blocks."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+import torch
+from torch import nn
+
+from ..basics.modules import Names
+from ..distributed.sharding import is_sharded, set_local_data, shard, sharded_as
+from ..torch_internals.bulk import are_same, changed_versions, set_all_data, versions_of
+from ..torch_internals.parameter_data import TENSOR_DATA
+
+_KEPT_FROM_BLOCK: Final = (
+    "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "
+    "it is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
+)
+_KIND: Final = attrgetter("dtype", "device")
+
+
+class BlockParameters:
+    """Float32 parameters and buffers, one for each 16-bit tensor, which have numbers only inside of a block.
+
+    After a block each is all nan, in the memory of one number. Weights with full masters need none of them: their
+    masters replace them.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._wide: list[torch.Tensor] = []
+        self._tensor_of: dict[int, torch.Tensor] = {}
+        self._empty: list[torch.Tensor] = []
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._are_sharded = False
+        # The versions of the float32 tensors at the end of the last block; None inside of one.
+        self._versions: list[int] | None = []
+        # Float32 tensors that later blocks do not use: each with the 16-bit tensor and the version.
+        self._former: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._wide) + len(self._former)
+
+    def tensor_of(self, wide: torch.Tensor) -> torch.Tensor | None:
+        """Return the 16-bit tensor that a tensor replaces inside a block; None if it replaces none."""
+        return self._tensor_of.get(id(wide))
+
+    def are_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether :meth:`arrange` was called for these tensors, with their present dtypes and devices."""
+        return are_same(tensors, self._tensors) and list(map(_KIND, tensors)) == self._kinds
+
+    def arrange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a float32 tensor for each 16-bit one; between blocks.
+
+        A tensor that had one before, and has the same dtype and device, has that one again. Others get an empty one.
+        """
+        kinds = list(map(_KIND, tensors))
+        known = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        before = [known.get(id(tensor), -1) for tensor in tensors]
+        before = [i if i >= 0 and self._kinds[i] == kind else -1 for i, kind in zip(before, kinds, strict=True)]
+        blanks = iter(_emptied([shard(tensor) for tensor, i in zip(tensors, before, strict=True) if i < 0]))
+        empty = [self._empty[i] if i >= 0 else next(blanks) for i in before]
+        rows = zip(before, tensors, empty, strict=True)
+        wide = [self._wide[i] if i >= 0 else _like(tensor, blank) for i, tensor, blank in rows]
+        versions = versions_of(self._wide) if self._versions is None else self._versions
+        for index in set(range(len(versions))).difference(before):
+            self._former.append((weakref.ref(self._wide[index]), self._tensors[index], versions[index]))
+        self._versions = [versions[i] if i >= 0 else each._version for i, each in zip(before, wide, strict=True)]
+        self._tensors, self._kinds, self._wide, self._empty = list(tensors), kinds, wide, empty
+        self._are_sharded = any(map(is_sharded, tensors))
+        self._tensor_of = dict(zip(map(id, wide), self._tensors, strict=True))
+        return wide
+
+    def fill(self, numbers: list[torch.Tensor]) -> None:
+        """Set the memory of all float32 tensors at the beginning of a block."""
+        self._versions = None
+        try:
+            self._set_memory([shard(each) for each in numbers] if self._are_sharded else numbers)
+        except BaseException:
+            self.empty()
+            raise
+
+    def empty(self) -> None:
+        """Empty all float32 tensors at the end of a block."""
+        self._set_memory(self._empty)
+        self._versions = versions_of(self._wide)
+        if not all(wide.is_leaf for wide in self._wide if not isinstance(wide, nn.Parameter)):
+            self._kinds = []  # a buffer that belongs to a graph now, so the next block needs another one
+
+    def _set_memory(self, values: list[torch.Tensor]) -> None:
+        if self._are_sharded:
+            for wide, part in zip(self._wide, values, strict=True):
+                set_local_data(wide, part)
+        else:
+            set_all_data(self._wide, values)
+
+    def check_kept(self, names: Names) -> None:
+        """Refuse writes to parameters that were kept from inside of a block that is over.
+
+        Raises:
+            RuntimeError: there was one.
+        """
+        if self._versions is not None and (now := changed_versions(self._wide, self._versions)) is not None:
+            index = next(i for i, version in enumerate(self._versions) if version != now[i])
+            self.empty()
+            raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(self._tensors[index])))
+        for place, (known, tensor, version) in enumerate(self._former):
+            wide = known()
+            if wide is not None and wide._version != version:
+                self._former[place] = known, tensor, wide._version
+                set_local_data(wide, *_emptied([shard(wide)]))
+                raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(tensor)))
+        if self._former:
+            self._former = [each for each in self._former if each[0]() is not None]
+
+
+def _like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Make an empty parameter, or another tensor if ``tensor`` is no parameter."""
+    # With a version counter of its own: all of these numbers are views of one tensor.
+    wide = sharded_as(TENSOR_DATA.__get__(empty), tensor)
+    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+
+
+def _emptied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make float32 numbers of each tensor's shape that are all nan and cannot be written to."""
+    devices = [tensor.device for tensor in tensors]
+    nans = {
+        device: iter(torch.full((count,), torch.nan, dtype=torch.float32, device=device).unbind())
+        for device, count in Counter(devices).items()
+    }
+    return [next(nans[device]).expand(tensor.shape) for device, tensor in zip(devices, tensors, strict=True)]
