@@ -22,8 +22,8 @@ from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
 # Gradients that were scaled or unscaled already in the same pass, by id: two optimizers may have one parameter. The
-# references keep other tensors from getting their ids.
-Done = dict[int, torch.Tensor]
+# references keep other tensors from getting their ids. None: no other gradients are scaled or unscaled in this pass.
+Done = dict[int, torch.Tensor] | None
 P = ParamSpec("P")
 
 
@@ -89,10 +89,7 @@ class Gradients:
             self.state = states.block_opened(state, scaler, block, found_inf, hidden)
         if not is_empty:
             with _dropped_on_error(self):
-                present = self.present()
-                gradients = [gradient for gradient in present if id(gradient) not in done] if done else present
-                _multiply(self.weights, gradients, scaler.scale_now())
-            done.update((id(gradient), gradient) for gradient in self.present())
+                _scale(self.weights, scaler.scale_now(), done)
         return is_empty
 
     @without_gradients
@@ -117,7 +114,7 @@ class Gradients:
                 self.state = unscaled(state, scaler, has_gradients=has_gradients)
             return None
         with _dropped_on_error(self):
-            found_inf = self._unscale(scaler, done)
+            found_inf = self._unscale(scaler, done, has_gradients)
             earlier = state.found_inf if keeps_checks else None
             before, hidden = earlier, state.hidden
             if before is not None and hidden is not None and found_inf is not None:
@@ -132,14 +129,20 @@ class Gradients:
         # After an earlier overflow the sums are inf or nan, too: that is no overflow of this loss.
         return found_inf * (earlier == 0)
 
-    def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
+    def _unscale(self, scaler: LossScaler, done: Done, has_gradients: bool) -> torch.Tensor | None:
+        self._inverse_scale = inverse = scaler.inverse_scale()
+        is_checked = scaler.rule.dynamic or scaler.rule.skips_nonfinite
+        if done is None and has_gradients:
+            # Not counted, as torch's operation that unscales and checks is not.
+            are_finite = _grads_multiplied(self.weights, inverse, is_counted=not is_checked)
+            if are_finite is not None:
+                return torch.full((), float(not are_finite)) if is_checked else None
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
-        done.update((id(gradient), gradient) for gradient in fresh)
-        self._inverse_scale = inverse = scaler.inverse_scale()
-        rule = scaler.rule
-        if not (rule.dynamic or rule.skips_nonfinite):
+        if done is not None:
+            done.update(zip(map(id, fresh), fresh, strict=True))
+        if not is_checked:
             unscale_(fresh, inverse)
             return None
         found_inf = unscale_and_check_(fresh, inverse)
@@ -308,7 +311,7 @@ class Gradients:
     def end(self) -> None:
         """Unscale gradients that are still scaled."""
         if self.state.phase is Phase.SCALED and self.state.scaler is not None:
-            self.unscale(self.state.scaler, {})
+            self.unscale(self.state.scaler, None)
 
     def keep_in_dtype(self) -> None:
         """Convert the gradients to the dtype that a step uses."""
@@ -326,6 +329,18 @@ def _dropped_on_error(gradients: Gradients) -> Iterator[None]:
 
 
 # -- gradients of some weights -----------------------------------------------------------------------------------------
+
+
+def _scale(weights: Sequence[nn.Parameter], scale: torch.Tensor, done: Done) -> None:
+    """Multiply the gradients of weights by the scale, but for those that were multiplied already."""
+    if done is None and _grads_multiplied(weights, scale, is_counted=True) is not None:
+        return
+    present = [gradient for gradient in grads_of(weights) if gradient is not None]
+    _multiply(weights, [each for each in present if id(each) not in done] if done else present, scale)
+    if done is not None:
+        # Read again, because in a process group some were replaced.
+        present = [gradient for gradient in grads_of(weights) if gradient is not None]
+        done.update(zip(map(id, present), present, strict=True))
 
 
 def _multiply(weights: Sequence[nn.Parameter], gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -421,12 +436,39 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
     """
     if not gradients:
         return None
+    # Not counted, as torch's operation is not.
+    if (are_finite := _multiplied(gradients, inverse_scale, is_counted=False)) is not None:
+        return torch.full((), float(not are_finite))
     if are_plain(gradients, inverse_scale.device):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
         return found_inf
     found = products.multiply_and_check_(dense_views(gradients), inverse_scale)
     return _combine(found, inverse_scale.device)
+
+
+def _multiplied(tensors: Sequence[torch.Tensor], factor: torch.Tensor, is_counted: bool) -> bool | None:
+    """Multiply tensors in place by ``factor`` in native code.
+
+    Args:
+        is_counted: whether the tensors' version counters count it as an in-place write.
+
+    Returns:
+        Whether all numbers were finite before. None if nothing was done: native code is not built, or a tensor is not a
+        dense float32 tensor of a CPU.
+    """
+    if (code := native()) is None or not is_eager():
+        return None
+    found: bool | None = code.multiply(list(tensors), factor, is_counted, False)
+    return found
+
+
+def _grads_multiplied(weights: Sequence[nn.Parameter], factor: torch.Tensor, is_counted: bool) -> bool | None:
+    """Do the same as :func:`_multiplied` with the gradients of weights, those that are not None."""
+    if is_distributed() or (code := native()) is None or not is_eager():
+        return None
+    found: bool | None = code.multiply(list(weights), factor, is_counted, True)
+    return found
 
 
 def are_finite(gradients: list[torch.Tensor]) -> bool:
@@ -460,6 +502,8 @@ def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> None:
     """Multiply every gradient in place by ``inverse_scale``, without a check."""
+    if _multiplied(gradients, inverse_scale, is_counted=True) is not None:
+        return
     if are_plain(gradients, inverse_scale.device):
         torch._foreach_mul_(list(gradients), inverse_scale)
         return

@@ -188,7 +188,7 @@ def _steps_alike(
         master = table.add(weight, dtype)
         if master is not None:
             table.cast(master, dtype, clamps=False)
-        if is_split:
+        if is_split and size % 2:  # gradients of one backward pass; those of several are float32
             weight.grad = weight.grad.to(dtype)
         weights.append(weight)
         masters.append(master)

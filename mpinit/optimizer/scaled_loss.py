@@ -68,7 +68,7 @@ class ScaledLoss:
             before_backward(optimizer)
         if is_distributed():
             agree_beside(self._checks())
-        done: Done = {}
+        done = self._none_done()
         begun: list[Gradients] = []
         are_new = True
         unreduced = self._unreduced()
@@ -89,7 +89,7 @@ class ScaledLoss:
                 self._watch(scaled, are_new)
             return scaled
         except BaseException:
-            self._unscale(begun, {})
+            self._unscale(begun, self._none_done())
             if unreduced is not None:
                 unreduced.unscale(self._scaler)
             raise
@@ -97,7 +97,7 @@ class ScaledLoss:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        done: Done = {}
+        done = self._none_done()
         if exc_type is None and self._was_used == []:
             self._check_used()
         end = ONE_PROCESS
@@ -125,6 +125,9 @@ class ScaledLoss:
     def __getattr__(self, name: str) -> Any:
         """Refuse an attribute of the loss: the ``with`` is missing."""
         raise AttributeError(_without_with(name), name=name, obj=self)
+
+    def _none_done(self) -> Done:
+        return {} if len(self._own) + len(self._others) > 1 else None
 
     def _unreduced(self) -> UnreducedGradients | None:
         return self._optimizers[0].shared.ranks.unreduced if is_distributed() and self._optimizers else None

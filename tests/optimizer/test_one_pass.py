@@ -25,7 +25,10 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.masters.codecs import codec
+from mpinit.masters.split import SplitMasters
+from mpinit.optimizer import gradients as gradients_of_weights
 from mpinit.optimizer import one_pass, skipping
+from mpinit.torch_internals import bulk
 from mpinit.torch_internals import one_pass as native_code
 from mpinit.torch_internals.bulk import are_plain, changed_grads, grads_of, set_grads
 
@@ -90,25 +93,15 @@ def two(make: Make = AdamW, state: str = "float32", weights: Any = list, **more:
     return Training(make, state, weights(), **more), Training(make, state, weights(), **more)
 
 
-FUNCTIONS = (
-    "encode",
-    "decode",
-    "round",
-    "are_finite",
-    "versions",
-    "are_as_seen",
-    "casts",
-    "grads",
-    "changed_grads",
-    "set_grads",
-    "are_plain",
-)
+def functions_of(native: Any) -> dict[str, Any]:
+    """All functions of native code but the step."""
+    return {name: value for name, value in vars(native).items() if callable(value) and name != "step"}
 
 
 def counting(native: Any) -> tuple[Any, list[int]]:
     """Native code, and how many numbers each of its steps was of."""
     calls: list[int] = []
-    counted = SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS})
+    counted = SimpleNamespace(**functions_of(native))
     counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
     return counted, calls
 
@@ -193,6 +186,182 @@ def test_native_code_sets_the_same_gradients(monkeypatch: pytest.MonkeyPatch, na
     assert not any(weight.grad is not None for weight in weights)
     weights[0].sum().backward()
     assert torch.equal(weights[0].grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("code", [False, True])
+def test_native_code_reads_and_sets_the_same_things(monkeypatch: pytest.MonkeyPatch, native: Any, code: bool) -> None:
+    use(monkeypatch, native if code else None)
+    tensors: list[Any] = [torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4), torch.ones(2, device="meta")]
+    versions = bulk.versions_of(tensors)
+    assert bulk.changed_versions(tensors, versions) is None
+    assert bulk.changed_versions(tensors, versions[:2]) == versions
+    tensors[1].add_(1)
+    assert bulk.changed_versions(tensors, versions) == [0, versions[1] + 1, 0]
+    with torch.inference_mode(), pytest.raises((TypeError, RuntimeError)):
+        bulk.changed_versions([torch.ones(1)], [0])
+
+    layout = bulk.layouts_of(tensors[:2])
+    tensors[1].mul_(2)
+    assert bulk.layouts_of(tensors[:2]) == layout
+    bulk.set_all_data(tensors[:1], [torch.zeros(3, 2).t()])
+    assert tensors[0].stride() == (1, 2) and bulk.layouts_of(tensors[:2]) != layout
+    marked = torch.ones(4).as_subclass(Marked)
+    bulk.set_all_data([tensors[1]], [marked])
+    assert torch.equal(tensors[1], torch.ones(4))
+    with pytest.raises(RuntimeError):
+        bulk.set_all_data([tensors[0]], [torch.ones(1, device="meta")])
+
+    dicts: list[dict[str, Any]] = [{"a": tensors[0], "b": None}, {"c": tensors[1]}]
+    assert not bulk.replace_entries(dicts, ["a", "c"], [tensors[0], None], [1, 2])
+    assert not bulk.replace_entries(dicts, ["a", "d"], [tensors[0], tensors[1]], [1, 2])
+    assert dicts == [{"a": tensors[0], "b": None}, {"c": tensors[1]}]
+    assert bulk.replace_entries(dicts, ["a", "c"], tensors[:2], [1, 2])
+    assert dicts == [{"a": 1, "b": None}, {"c": 2}]
+
+    other = torch.ones(1)
+    found = bulk.exchanged(tensors, {id(tensors[1]): other, 5: None})
+    assert found[0] is tensors[0] and found[1] is other and found[2] is tensors[2] and bulk.exchanged([], {}) == []
+
+
+def test_parameters_that_have_nothing_to_carry(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    def made() -> Any:
+        return torch.nn.Parameter(torch.ones(2))
+
+    def changed(change: Callable[[Any], Any]) -> list[Any]:
+        parameters = [made(), made()]
+        change(parameters[1])
+        return parameters
+
+    changes: list[Callable[[Any], Any]] = [
+        lambda p: setattr(p, "tag", 1),
+        lambda p: p.requires_grad_(False),
+        lambda p: p.register_hook(lambda grad: None),
+        lambda p: p.register_post_accumulate_grad_hook(lambda _: None),
+    ]
+    use(monkeypatch, native)
+    assert bulk.have_nothing_to_carry([made()]) and bulk.have_nothing_to_carry(changed(lambda p: p.sum().backward()))
+    assert bulk.have_nothing_to_carry(changed(vars)) and not any(map(bulk.have_nothing_to_carry, map(changed, changes)))
+    use(monkeypatch, None)
+    assert not bulk.have_nothing_to_carry([made()])
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("value", [1.0, torch.inf, -torch.inf, torch.nan, 3e38, 1e-42])
+def test_native_code_multiplies_gradients_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, native: Any, value: float, checked: bool
+) -> None:
+    def run(factor: float) -> tuple[Any, list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        tensors = [torch.randn(shape) for shape in ((7, 9), (3,), (0,), (40_000,), ())]
+        tensors.append(torch.randn(4, 6).t())
+        tensors[3][39_999] = value
+        by = torch.tensor(factor)
+        found = None
+        if checked:
+            found = gradients_of_weights.unscale_and_check_(tensors, by)
+        else:
+            gradients_of_weights.unscale_(tensors, by)
+        return found, tensors, [tensor._version for tensor in tensors]
+
+    for factor in (2.0**-7, 1 / 3, 1.0):
+        use(monkeypatch, None)
+        expected = run(factor)
+        use(monkeypatch, native)
+        found = run(factor)
+        assert found[0] == expected[0] and found[2] == expected[2]
+        for one, other in zip(found[1], expected[1], strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def test_native_code_refuses_gradients_that_it_does_not_know(native: Any) -> None:
+    weight, two = torch.nn.Parameter(torch.ones(3)), torch.tensor(2.0)
+    weight.grad_dtype = None
+    others = [torch.ones(3).half(), torch.ones(3).to_sparse(), torch.ones(3, device="meta"), torch.ones(3).double()]
+    for odd in (*others, torch.ones(6)[::2]):
+        plain = torch.ones(3)
+        assert native.multiply([plain, odd], two, True, False) is None and torch.equal(plain, torch.ones(3))
+        if odd.shape == weight.shape and odd.device == weight.device:
+            weight.grad = odd
+            assert native.multiply([weight], two, True, True) is None
+    assert native.multiply([torch.ones(1)], torch.ones(2), True, False) is None
+    weight.grad = torch.ones(3)
+    assert native.multiply([weight, torch.nn.Parameter(torch.ones(1))], two, True, True) is True
+    assert torch.equal(weight.grad, torch.full((3,), 2.0)) and weight.grad._version == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_native_code_finds_values_that_differ_from_weights(native: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for shape in ((5, 7), (40_001,), (0, 3), (), (16,))] + [torch.randn(3, 4).t()]
+    values[1][:4] = torch.tensor([0.0, -0.0, torch.inf, torch.finfo(dtype).max])
+    weights = [value.to(dtype) for value in values]
+    assert native.differing(values, weights, None) == []
+    for index, place in ((0, 34), (1, 40_000), (1, 17), (3, 0), (5, 11)):
+        changed = [weight.clone() for weight in weights]
+        flat = changed[index].as_strided((changed[index].numel(),), (1,))
+        flat.view(torch.int16)[place] ^= 1
+        assert native.differing(values, changed, None) == [index]
+    for odd in (values[0].double(), values[0].t(), torch.ones(5, 7, device="meta"), values[0][:, :6]):
+        assert native.differing([odd], weights[:1], None) is None
+    assert native.differing(values[:1], [weights[0].float()], None) is None
+
+
+def test_native_code_joins_split_masters(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    torch.manual_seed(0)
+    shapes = [(5, 7), (40_001,), (1,), (16, 3)]
+    values = [torch.randn(shape) for shape in shapes]
+    values[1][:4] = torch.tensor([0.0, -0.0, torch.inf, 1e-42])
+    table = SplitMasters()
+    weights = [nn.Parameter(value.clone() if value.dim() != 2 else value.t().clone().t()) for value in values]
+    masters = [table.add(weight, torch.bfloat16) for weight in weights]
+    for master in masters:
+        assert master is not None
+        table.cast(master, torch.bfloat16, clamps=False)
+    kept: list[Any] = masters
+    use(monkeypatch, None)
+    by_torch = table.all_values(kept)
+    use(monkeypatch, native)
+    natively = table.all_values(kept)
+    assert all(map(torch.equal, natively, values)) and all(map(torch.equal, natively, by_torch))
+    assert [each.stride() for each in natively] == [weight.stride() for weight in weights]
+    assert native.differing(natively, list(weights), kept) == []
+    natively[1][40_000] += 1e-7
+    natively[3][0, 0] = torch.nan
+    assert native.differing(natively, list(weights), kept) == [1, 3]
+    # A written 0 does not keep the lower bits, which torch's operations know by the weight's version.
+    with torch.no_grad():
+        weights[0][0, 0] = 0.0
+    assert not table.have_remainders(kept) and table.all_values(kept)[0][0, 0] == 0
+    use(monkeypatch, None)
+    assert all(map(torch.equal, table.all_values(kept)[1:], by_torch[1:]))
+    weights[2].data = torch.ones(1, dtype=torch.bfloat16)
+    assert native.joined([weights[2]], [kept[2]]) is None
+
+
+def test_split_masters_with_float32_gradients_are_stepped_natively(
+    monkeypatch: pytest.MonkeyPatch, native: Any
+) -> None:
+    def run() -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 9))
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+        for step in range(5):
+            for batch in torch.randn(3, 8, 20):
+                with mpinit.scale_loss(model(batch).square().mean(), optimizer) as loss:
+                    loss.backward()
+            assert model[0].weight.grad is not None and model[0].weight.grad.dtype is torch.float32, step
+            optimizer.step()
+            optimizer.zero_grad()
+        state = [value.clone() for value in model.state_dict().values()]
+        mpinit.undo(model)
+        return state, []
+
+    expected, _ = run()
+    counted, calls = counting(native)
+    use(monkeypatch, counted)
+    found, _ = run()
+    assert all(map(torch.equal, found, expected)) and sum(numbers > 500 for numbers in calls) == 4
 
 
 FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -365,7 +534,7 @@ def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.
             raise MemoryError
         return int(native.step(groups, *more))
 
-    failing = SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS}, step=fail)
+    failing = SimpleNamespace(**functions_of(native), step=fail)
     use(monkeypatch, failing)
     with pytest.raises(MemoryError):
         training.step(1)
@@ -386,7 +555,7 @@ def of_other_bits(native: Any) -> Any:
                 table.load(master, values + 1e-6)
         return sum(weight.numel() for weights, *_ in groups for weight in weights)
 
-    return SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS}, step=step)
+    return SimpleNamespace(**functions_of(native), step=step)
 
 
 def test_native_code_of_other_bits_is_not_used(
