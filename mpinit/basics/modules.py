@@ -193,3 +193,12 @@ class Names:
                     if each is tensor:
                         return f"models[{index}].{name}" if len(self.models) > 1 else name
         return f"a parameter of shape {tuple(tensor.shape)} outside of the models"
+
+    def of_all(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """Return what :meth:`of` returns for each of several tensors, in one walk over the models."""
+        known: dict[int, str] = {}
+        for index, model in enumerate(self.models):
+            for own in (model.named_parameters(), model.named_buffers()):
+                for name, each in own:
+                    known.setdefault(id(each), f"models[{index}].{name}" if len(self.models) > 1 else name)
+        return [known.get(id(tensor)) or self.of(tensor) for tensor in tensors]

@@ -1,8 +1,9 @@
 """The last overflow of an optimizer: the gradients that contain inf or nan, in the order of the backward pass."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -136,16 +137,14 @@ class OverflowLog:
             came_later: whether inf and nan were written to the gradients after the backward pass.
         """
         order = {} if loss is None else order_of_leaves(loss)
-        found, modules = [], set()
-        for index, weight in enumerate(self._members.parameters()):
-            if weight.grad is None:
-                continue
-            name = self._members.names.of(weight)
-            modules.add(_module_of(name))
-            bad = _bad_gradient(name, weight.grad)
-            if bad is not None:
-                # Without a graph, by position: the backward pass begins with a model's last parameters.
-                found.append((order.get(weight, 0), -index, bad))
+        found = []
+        weights = [weight for weight in self._members.parameters() if weight.grad is not None]
+        names = self._members.names.of_all(weights)
+        modules = set(map(_module_of, names))
+        for index in _not_finite([weight.grad for weight in weights if weight.grad is not None]):
+            # Without a graph, by position: the backward pass begins with a model's last parameters.
+            bad = _bad_gradient(names[index], weights[index].grad)
+            found.append((order.get(weights[index], 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
         # The bias of the last module keeps a finite gradient where an activation in front of it is nan.
@@ -161,11 +160,24 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _bad_gradient(name: str, gradient: torch.Tensor) -> BadGradient | None:
+def _not_finite(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """Return the indices of gradients that contain inf or nan; with one device sync per device."""
+    indices: dict[torch.device, list[int]] = {}
+    dense = [dense_view(gradient.coalesce() if gradient.is_sparse else gradient) for gradient in gradients]
+    for index, each in enumerate(dense):
+        if each.numel():
+            indices.setdefault(each.device, []).append(index)
+    found: list[int] = []
+    for here in indices.values():
+        norms = torch._foreach_norm([dense[index] for index in here], math.inf)
+        are_finite = torch.stack([norm.isfinite() for norm in norms]).tolist()
+        found += [index for index, is_finite in zip(here, are_finite, strict=True) if not is_finite]
+    return sorted(found)
+
+
+def _bad_gradient(name: str, gradient: Any) -> BadGradient:
     dense = dense_view(gradient.coalesce() if gradient.is_sparse else gradient)
     finite = torch.isfinite(dense)
-    if bool(finite.all()):
-        return None
     nans = int(dense.isnan().sum())
     infs = int((~finite).sum()) - nans
     largest = float(torch.where(finite, dense, 0).abs().max())

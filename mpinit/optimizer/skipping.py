@@ -199,11 +199,12 @@ class Skips:
         table = self._members.table
         if not isinstance(table, FullMasters):
             return False
-        names = [self._members.names.of(master.weight) for master in self._members.masters if table.clamp(master)]
-        if names:
+        clamped = table.clamp_all(self._members.masters)
+        if clamped:
+            names = self._members.names.of_all([master.weight for master in clamped])
             warn_user(
                 f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
                 "not in the float32 masters: from here on the model has that largest instead. Use bfloat16 "
                 f"(opt_level='O5'), or add keep_fp32=[{', '.join(map(repr, names))}]"
             )
-        return bool(names)
+        return bool(clamped)

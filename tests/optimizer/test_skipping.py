@@ -1,7 +1,10 @@
 """Skipped steps: what they leave alone, how they are counted, when they become an error; and steps out of order."""
 
+import cProfile
 import logging
 import math
+import pstats
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,3 +223,51 @@ def test_an_optimizer_of_frozen_parameters_only_steps_harmlessly(level: str) -> 
     idle.step()
     same(frozen.parameters(), before)
     assert not mpinit.step_was_skipped(idle)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_calls_of_a_skipped_step_grow_with_the_model_no_faster_than_it(level: str) -> None:
+    counts = []
+    for layers in (10, 40):
+        torch.manual_seed(0)
+        model = placed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, level, verbosity=0, loss_scale="dynamic")
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        profile = cProfile.Profile()
+        profile.enable()
+        with mpinit.scale_loss(model(torch.ones(2, 4, device=device())).square().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        profile.disable()
+        assert mpinit.step_was_skipped(optimizer)
+        report = mpinit.overflow_report(optimizer)
+        assert report is not None and len(report.parameters) == 2 * layers
+        counts.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+        mpinit.undo(model)
+    assert counts[1] < 4.5 * counts[0], counts
+
+
+def replaced(place: Any, value: float, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with another number in one place."""
+    changed = gradient.clone()
+    changed[place] = value
+    return changed
+
+
+def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
+    model = placed(nn.ParameterList([torch.ones(3), torch.ones(2, 2), torch.ones(0), torch.ones(()), torch.ones(4)]))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, init_loss_scale=64.0)
+    loss = sum(parameter.float().sum() for parameter in model)
+    assert isinstance(loss, torch.Tensor)
+    for index, place, value in ((1, (0, 1), math.inf), (3, ..., math.nan), (4, slice(2), -math.inf)):
+        model[index].register_hook(partial(replaced, place, value))
+    with mpinit.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    report = mpinit.overflow_report(optimizer)
+    assert report is not None
+    found = {bad.name: (bad.infs, bad.nans, bad.elements, bad.largest_finite) for bad in report.gradients}
+    assert found == {"1": (1, 0, 4, 1.0), "3": (0, 1, 1, 0.0), "4": (2, 0, 4, 1.0)}
