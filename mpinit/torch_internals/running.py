@@ -53,8 +53,8 @@ def without_gradients(function: Callable[Arguments, Result]) -> Callable[Argumen
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         try:
+            torch._C._set_grad_enabled(False)  # inside, because Ctrl-C may arrive at the end of this call
             return function(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)

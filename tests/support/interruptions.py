@@ -32,10 +32,13 @@ def _has_line(code: CodeType, number: int) -> bool:
 
 
 def _ends_a_block(frame: Any) -> bool:
-    """Whether a ``with`` is about to end: Python looks for signals at calls and jumps back, of which there is none."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    """Whether a ``with`` is about to end, or a ``finally`` to begin.
+
+    Python looks for signals at calls and jumps back, of which there is none.
+    """
+    before, line = (linecache.getline(frame.f_code.co_filename, frame.f_lineno - back) for back in (1, 0))
     ends = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
-    return ends and line.lstrip().startswith("with ")
+    return (ends and line.lstrip().startswith("with ")) or before.strip() == "finally:"
 
 
 def _watch(action: Callable[[], Any], covers: Callable[[CodeType], bool], see: Callable[[Any], None]) -> None:
