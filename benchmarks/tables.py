@@ -234,10 +234,16 @@ def _pair(comparison: Comparison, results: Results) -> list[str]:
     return [comparison.title, comparison.workload, measured, comparison.goals, verdict]
 
 
-def loops(found: All) -> str:
+def loops_of(folders: list[Path]) -> dict[str, Results]:
+    """Return the loops of the machine that has measured most of them."""
+    found = [{name: each for name, each in load(folder).items() if name in loop_rows()} for folder in folders]
+    return max(found, key=len, default={})
+
+
+def loops(asked: All) -> str:
     """Tabulate the time of loops with extras over the same loop written by hand."""
-    asked = {name: found[name] for name in loop_rows() if name in found}
-    return shown(loop_figures.HEAD, loop_figures.rows(measurable(asked)), asked)
+    rows = shown(loop_figures.HEAD, loop_figures.rows(measurable(asked)), asked)
+    return f"{rows}\n\n{where(asked)}, one thread." if asked else rows
 
 
 def setting_up(found: All) -> str:
@@ -392,13 +398,13 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "encoded": lambda: encoded(found),
         "pieces": lambda: pieces(found),
         "native_code": lambda: native_code(machines()),
-        "pairs": lambda: pairs(found),
-        "loops": lambda: loops(found),
+        "pairs": lambda: pairs({**found, **loops_of(machines())}),
+        "loops": lambda: loops(loops_of(machines())),
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
         "growth": lambda: growth(found, folder),
         "gpu": lambda: on_gpus(machines()),
-        "controls": lambda: controls(found),
+        "controls": lambda: controls({**found, **loops_of(machines())}),
         "missing": lambda: missing(found),
         "finetuned": finetuned,
         "finetuned_in_short": finetuned_in_short,
@@ -456,7 +462,7 @@ def summary(folder: Path, size: str) -> str:
     if "growth" in kinds:
         parts.append(growth(found, RESULTS).partition("\n\n!")[0])
     if "loops" in kinds:
-        parts.append(loops(found))
+        parts.append(loops({name: each for name, each in found.items() if name in loop_rows()}))
     return "\n\n".join([*parts, pairs(found), f"results in {folder}"])
 
 

@@ -128,6 +128,7 @@ def test_loops_are_a_target_of_their_own_within_half_an_hour() -> None:
 def measured(control: float) -> Results:
     """Return results of clipping at O5: by hand 1 s, mpinit's clipping twice that, any other way 1.02 s."""
     results = Results("loops_launch_o5_clip", ROWS["loops_launch_o5_clip"])
+    results.common = {"machine": "a machine", "cores": 2, "torch": "2.13.0", "date": "2026-11-27"}
     special = {"fp32_again": control, "o2_split+clip_mpinit": 2.0}
     for contender, number in itertools.product(results.workload.contenders, range(5)):
         seconds = special.get(contender, 1.02 if contender.startswith("o2") else 1.0)
@@ -136,7 +137,9 @@ def measured(control: float) -> Results:
 
 
 def test_figures_are_over_the_loop_by_hand_and_have_verdicts() -> None:
-    shown = tables.loops({"loops_launch_o5_clip": measured(1.0)}).splitlines()
+    text = tables.loops({"loops_launch_o5_clip": measured(1.0)})
+    assert text.endswith("a machine, 2 cores, torch 2.13.0, one thread.")
+    shown = text.splitlines()
     (ours,) = [line for line in shown if "mpinit.clip" in line]
     (model,) = [line for line in shown if "model.parameters()" in line]
     assert "| 1.02 [1.02, 1.02] | 2.00 [2.00, 2.00] | not met |" in ours
