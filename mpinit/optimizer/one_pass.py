@@ -15,6 +15,7 @@ from ..masters.full import FullMasters
 from ..masters.masters import MasterBatch
 from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
+from ..torch_internals.bulk import have_grads
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.one_pass import describe_native, native
 from ..torch_internals.running import is_eager, reads_without_sync
@@ -56,7 +57,7 @@ class NativeSteps:
         groups = self._groups_of(code, weights)
         if groups is None:
             return False
-        if isinstance(self._members.table, SplitMasters):
+        if isinstance(self._members.table, SplitMasters) and have_grads(weights):
             for each in masters:
                 each.follow_writes()
         numbers = code.step(groups, state, isinstance(self._members.table, SplitMasters), self._smallest)

@@ -364,6 +364,24 @@ def test_split_masters_with_float32_gradients_are_stepped_natively(
     assert all(map(torch.equal, found, expected)) and sum(numbers > 500 for numbers in calls) == 4
 
 
+@pytest.mark.parametrize("code", [False, True])
+def test_step_without_gradients_keeps_the_lower_bits_of_split_masters(
+    monkeypatch: pytest.MonkeyPatch, native: Any, code: bool
+) -> None:
+    use(monkeypatch, native if code else None)
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5012, 0.3, 0.7]]))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    with torch.no_grad():
+        model.weight[0, 0] = 0.0
+    optimizer.step()
+    with torch.no_grad():
+        model.weight[0, 0] = 0.5
+    assert model.state_dict()["weight"][0, 0].item() == pytest.approx(0.5012)
+
+
 FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 KINDS: dict[str, Make] = {
     "AdamW": partial(AdamW, lr=1e-2, weight_decay=0.1),
