@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -295,10 +296,15 @@ class Float32Values:
         if self._handed_out is not None and self._handed_out.masters and not self.masters.are_in_model:
             self._handed_out.bind_gradients()
 
-    def moved(self) -> None:
-        """Record that a step has just changed weights and masters together, so that this does not count as a write."""
+    def moved(self, masters: Sequence[Master]) -> None:
+        """Record that weights and their masters were just changed together, so that this does not count as a write.
+
+        Args:
+            masters: these masters. Writes to the others still count: a hook of a step may have written to a weight that
+                another optimizer steps.
+        """
         if self._handed_out is not None and self._handed_out.masters:
-            self._handed_out.remember_all()
+            self._handed_out.remember_changed(masters)
 
     def drop_if_unused(self, masters: Iterable[Master]) -> None:
         """Free the masters of weights that are in no optimizer and in no model any more."""
@@ -323,7 +329,7 @@ class Float32Values:
         """End a block: all masters count as handed out, and entries of its state dicts are copies from now on."""
         if self._handed_out is not None:
             self._handed_out.add(self.masters)
-        self.moved()
+        self.moved(list(self.masters))
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:
                 self._entries.append(
@@ -532,6 +538,22 @@ class HandedOutMasters:
             for tensor in (master.weight, master.parameter):
                 if id(tensor) in use.touched:
                     use.keep(tensor)
+        self.bind_gradients(anew=True)
+
+    def remember_changed(self, masters: Sequence[Master]) -> None:
+        """Do the same as :meth:`remember_all` for some masters; those that are not handed out are left out."""
+        if are_same(masters, self.masters):
+            self.remember_all()
+            return
+        places = [(self._index[id(each)], each) for each in masters if id(each) in self._index]
+        pairs = ([each.weight for _, each in places], [each.parameter for _, each in places])
+        for versions, tensors in zip(self._versions, pairs, strict=True):
+            for (index, _), version in zip(places, versions_of(self._counted(tensors)), strict=True):
+                versions[index] = version
+        use = self._table.data_use
+        for tensor in chain(*pairs) if use.touched else ():
+            if id(tensor) in use.touched:
+                use.keep(tensor)
         self.bind_gradients(anew=True)
 
     def _counted(self, tensors: list[nn.Parameter]) -> list[Any]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -196,7 +197,10 @@ class MasterSwap:
             return False
         is_stepped = self._native_steps.step(weights, masters)
         if is_stepped:
-            self._members.values.moved()
+            table, stepped = self._members.table, self._members.masters
+            if weights is not self._members.weights:
+                stepped = [master for master in map(table.of, weights) if master is not None]
+            self._members.values.moved(stepped)
         return is_stepped
 
     def describe_native(self) -> str | None:
@@ -252,7 +256,7 @@ class MasterSwap:
     def _exit(self) -> None:
         undos = UndoStack()
         # These run in reverse order, each even if another raises.
-        undos.push(self._members.values.moved)
+        undos.push(partial(self._members.values.moved, self._members.masters))
         for part in self._parts.last:
             undos.push(part.write)
             undos.push(part.return_gradients)
@@ -296,7 +300,7 @@ class MasterSwap:
             return
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
-            undos.push(self._members.values.moved)
+            undos.push(partial(self._members.values.moved, self._members.masters))
             undos.push(self._end)
             undos.push(self._members.swap_in_weights)
             undos.push(self._exchange.exit)

@@ -1597,3 +1597,42 @@ def test_20000_random_sequences_equal_the_oracle(kind: str, part: int) -> None:
         lambda: HandedOut(kind),
         settings=settings(max_examples=RUNS // PARTS // len(STORES), stateful_step_count=16, **COMMON),
     )
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("way", ["copy_", "data"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weight_written_in_another_optimizers_step_keeps_the_number(level: str, way: str, is_read: bool) -> None:
+    """Clamp a critic's weight in a hook of the generator's step, and write to its master after that."""
+    generator, critic = nn.Linear(3, 3), nn.Linear(3, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    mpinit.initialize([generator, critic], optimizers, level, verbosity=0, loss_scale=16.0)
+    (master,) = mpinit.master_params(optimizers[1])
+
+    def clamp(*_: Any) -> None:
+        if way == "data":
+            critic.weight.data[0, 2] = 0.5
+        else:
+            with torch.no_grad():
+                critic.weight[0, 2].copy_(torch.tensor(0.5))
+
+    handle = optimizers[0].register_step_pre_hook(clamp)
+    with mpinit.scale_loss(generator(torch.ones(2, 3)).sum(), optimizers[0]) as loss:
+        loss.backward()
+    optimizers[0].step()
+    handle.remove()
+    assert critic.weight[0, 2] == 0.5
+    if is_read:
+        (again,) = mpinit.master_params(optimizers[1])
+        assert again is master and master[0, 2] == 0.5
+    with torch.no_grad():
+        master[0, 0] = 0.25
+    if not is_read:
+        # Both sides were written to, and neither is overwritten without a word.
+        with pytest.raises(RuntimeError, match="both written to, differently"):
+            optimizers[1].step()
+        with torch.no_grad():
+            master.copy_(critic.weight)
+            master[0, 0] = critic.weight[0, 0] = 0.25
+    mpinit.undo(critic)
+    assert critic.weight[0, ::2].tolist() == [0.25, 0.5]

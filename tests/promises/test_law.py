@@ -129,6 +129,10 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
         Setup(loss_scale="dynamic", **SPLIT | {"optimizers": 1}),
         [("backward", 1), ("group add", 0), ("write view", 4370), ("step", 0)],
     ),
+    "a hook of one optimizer's step writes to a weight of another": (
+        Setup(loss_scale="dynamic", **FLOAT16, masters=True, momentum=False, optimizers=2),
+        [("backward", 0), ("write master", 2), ("hook before", 12), ("write master", 2)],
+    ),
     "a loss reaches a weight that has no optimizer": (
         Setup(loss_scale="dynamic", **FULL),
         [("backward", 7), ("backward", 15), ("backward", 3), ("step", 0)],
