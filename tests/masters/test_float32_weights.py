@@ -24,7 +24,7 @@ KINDS = LEVELS | {"O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16}}
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By torch's operations, and by native code, which a CPU alone has."""
+    """Run a test by torch's operations, and by native code, which a CPU alone has."""
     if request.param == "native":
         if device().type != "cpu":
             pytest.skip("native code is for a CPU")

@@ -32,7 +32,7 @@ def _has_line(code: CodeType, number: int) -> bool:
 
 
 def _ends_a_block(frame: Any) -> bool:
-    """Whether a ``with`` is about to end, or a ``finally`` to begin.
+    """Return whether a ``with`` is about to end, or a ``finally`` to begin.
 
     Python looks for signals at calls and jumps back, of which there is none.
     """
