@@ -187,18 +187,14 @@ class Names:
 
     def of(self, tensor: torch.Tensor) -> str:
         """Return a tensor's dotted name, with the model's index if there are several models."""
-        for index, model in enumerate(self.models):
-            for own in (model.named_parameters(), model.named_buffers()):
-                for name, each in own:
-                    if each is tensor:
-                        return f"models[{index}].{name}" if len(self.models) > 1 else name
-        return f"a parameter of shape {tuple(tensor.shape)} outside of the models"
+        return self.of_all([tensor])[0]
 
-    def of_all(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+    def of_all(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         """Return what :meth:`of` returns for each of several tensors, in one walk over the models."""
         known: dict[int, str] = {}
         for index, model in enumerate(self.models):
             for own in (model.named_parameters(), model.named_buffers()):
                 for name, each in own:
                     known.setdefault(id(each), f"models[{index}].{name}" if len(self.models) > 1 else name)
-        return [known.get(id(tensor)) or self.of(tensor) for tensor in tensors]
+        unknown = "a parameter of shape {} outside of the models"
+        return [known.get(id(tensor)) or unknown.format(tuple(tensor.shape)) for tensor in tensors]

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..torch_internals.bulk import are_alike
+from ..torch_internals.bulk import are_alike, set_all_data
 
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
@@ -101,6 +101,15 @@ def set_local_data(tensor: Any, part: torch.Tensor) -> None:
         tensor._local_tensor = part
     else:
         _TENSOR_DATA.__set__(tensor, part)
+
+
+def set_all_local_data(tensors: list[Any], parts: list[torch.Tensor], are_sharded: bool) -> None:
+    """Call :func:`set_local_data` for several tensors, in bulk if none of them is sharded."""
+    if are_sharded:
+        for tensor, part in zip(tensors, parts, strict=True):
+            set_local_data(tensor, part)
+    else:
+        set_all_data(tensors, parts)
 
 
 def redistribute_like(tensor: Any, like: Any) -> torch.Tensor:

@@ -21,8 +21,8 @@ from ..distributed.sharding import (
     is_distributed,
     is_sharded,
     redistribute_like,
+    set_all_local_data,
     set_data,
-    set_local_data,
     shard,
     sharded_as,
 )
@@ -32,7 +32,6 @@ from ..torch_internals.bulk import (
     data_ptrs,
     in_pieces,
     layouts_of,
-    set_all_data,
     versions_of,
 )
 from ..torch_internals.one_pass import native
@@ -487,11 +486,7 @@ class _Bucket(MasterBatch):
 
     def _set_parameters(self, values: list[torch.Tensor]) -> None:
         """Set the memory of the masters' parameters, which is a placeholder between steps."""
-        if self._are_sharded:
-            for parameter, part in zip(self._parameters, values, strict=True):
-                set_local_data(parameter, part)
-        else:
-            set_all_data(self._parameters, values)
+        set_all_local_data(self._parameters, values, self._are_sharded)
 
     def _gather(self) -> None:
         """Copy masters whose memory an optimizer has replaced, by ``p.data = ...``, into the bucket."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..basics.modules import Names
-from ..distributed.sharding import is_sharded, set_local_data, shard, sharded_as
-from ..torch_internals.bulk import are_same, changed_versions, set_all_data, versions_of
+from ..distributed.sharding import is_sharded, set_all_local_data, set_local_data, shard, sharded_as
+from ..torch_internals.bulk import are_same, changed_versions, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA
 
 _KEPT_FROM_BLOCK: Final = (
@@ -77,24 +77,18 @@ class BlockParameters:
         """Set the memory of all float32 tensors at the beginning of a block."""
         self._versions = None
         try:
-            self._set_memory([shard(each) for each in numbers] if self._are_sharded else numbers)
+            parts = [shard(each) for each in numbers] if self._are_sharded else numbers
+            set_all_local_data(self._wide, parts, self._are_sharded)
         except BaseException:
             self.empty()
             raise
 
     def empty(self) -> None:
         """Empty all float32 tensors at the end of a block."""
-        self._set_memory(self._empty)
+        set_all_local_data(self._wide, self._empty, self._are_sharded)
         self._versions = versions_of(self._wide)
         if not all(wide.is_leaf for wide in self._wide if not isinstance(wide, nn.Parameter)):
             self._kinds = []  # a buffer that belongs to a graph now, so the next block needs another one
-
-    def _set_memory(self, values: list[torch.Tensor]) -> None:
-        if self._are_sharded:
-            for wide, part in zip(self._wide, values, strict=True):
-                set_local_data(wide, part)
-        else:
-            set_all_data(self._wide, values)
 
     def check_kept(self, names: Names) -> None:
         """Refuse writes to parameters that were kept from inside of a block that is over.

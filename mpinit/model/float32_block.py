@@ -78,7 +78,6 @@ class Float32Block:
     Attributes:
         wide: id of a 16-bit tensor -> the float32 tensor that replaces it.
         narrow: id of a float32 tensor -> the 16-bit tensor that it replaces.
-        masters: the masters of the session, when the last block began.
     """
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values) -> None:
@@ -89,7 +88,8 @@ class Float32Block:
         self._parameters = values.block_parameters = BlockParameters()
         self.wide: dict[int, torch.Tensor] = {}
         self.narrow: dict[int, torch.Tensor] = {}
-        self.masters: list[Master] = []
+        # The masters of the session when the last block began.
+        self._masters: list[Master] = []
         # The float32 tensors that are made for blocks, and the 16-bit tensors that they replace.
         self._made: list[torch.Tensor] = []
         self._tensors_of_made: list[torch.Tensor] = []
@@ -107,7 +107,7 @@ class Float32Block:
         """Put float32 tensors into all modules; after :meth:`Float32Values.apply_writes`."""
         values = self._values
         masters = list(values.masters)
-        is_changed = self._places.find() or not are_same(masters, self.masters)
+        is_changed = self._places.find() or not are_same(masters, self._masters)
         if is_changed or not self._parameters.are_for(self._tensors_of_made):
             self._arrange(masters)
         if self._full is not None:
@@ -124,7 +124,7 @@ class Float32Block:
     def _arrange(self, masters: list[Master]) -> None:
         """Find the float32 tensor of each 16-bit one, and make those that are missing."""
         places = self._places
-        self.masters = masters
+        self._masters = masters
         weights = [master.weight for master in masters]
         tensors: dict[int, torch.Tensor] = dict(zip(map(id, weights), weights, strict=True)) | places.tensors
         self.wide = {id(m.weight): m.parameter for m in masters} if self._full is not None else {}
@@ -146,7 +146,7 @@ class Float32Block:
         """Return float32 values, in memory of their own, of all tensors that need a float32 tensor of their own."""
         found: list[torch.Tensor] = []
         if self._split is not None:
-            found = self._split.all_values(self.masters)
+            found = self._split.all_values(self._masters)
         for tensor in self._tensors_of_made[len(found) :]:
             values = self._values.of(tensor)
             found.append((tensor if values is None else values).detach().to(torch.float32, copy=True))
@@ -198,10 +198,10 @@ class Float32Block:
 
     def _written(self) -> list[int]:
         """Return the indices of tensors whose float32 ones have other values; with one device sync per device."""
-        count = 0 if self._split is None else len(self.masters)
+        count = 0 if self._split is None else len(self._masters)
         known = None
-        if self._split is not None and self._split.have_remainders(self.masters):
-            known = differing(self._made[:count], self._tensors_of_made[:count], self.masters)
+        if self._split is not None and self._split.have_remainders(self._masters):
+            known = differing(self._made[:count], self._tensors_of_made[:count], self._masters)
         found = known or []
         norms: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
         for indices in self._groups_to_compare(0 if known is None else count):
