@@ -113,7 +113,7 @@ package: $(VENV)/.dev
 	$(PY) .ci/package.py runs/package
 
 lines:
-	@for folder in mpinit tests; do for kind in py cpp; do \
+	@for folder in mpinit tests; do for kind in py cpp h; do \
 		printf "%7d lines of %s in $$folder\n" $$(find $$folder -name "*.$$kind" -exec cat {} + | wc -l) $$kind; done; done
 
 lint: $(VENV)/.dev

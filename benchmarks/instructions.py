@@ -91,7 +91,7 @@ def count_in_callgrind(folder: Path) -> None:
     """Run every loop in a process of its own, forked from this one; write their numbers to ``facts.json``."""
     import torch
 
-    from mpinit.torch_internals.one_pass import describe_native
+    from mpinit.torch_internals.native import describe_native
 
     native = describe_native()
     if native != "built":
@@ -132,7 +132,7 @@ def _built(task: str, name: str) -> Any:
 
 
 def _run(requests: Any, task: str, name: str) -> None:
-    from mpinit.torch_internals.one_pass import use_native
+    from mpinit.torch_internals.native import use_native
 
     if name.endswith(NOT_NATIVE):
         use_native(None)

@@ -86,7 +86,7 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
 
 def has_native_code() -> bool:
     """Return whether native code, which steps, encodes and decodes on a CPU, is built; load it."""
-    from mpinit.torch_internals.one_pass import native
+    from mpinit.torch_internals.native import native
 
     return native() is not None
 

@@ -133,7 +133,7 @@ def run(
 
 def build_native() -> None:
     """Build mpinit's native code if there is a compiler; the metadata of results name it."""
-    from mpinit.torch_internals.one_pass_build import build
+    from mpinit.torch_internals.native_build import build
 
     try:
         build()
@@ -176,7 +176,7 @@ def run_with(
 
 def _native_code() -> str:
     try:
-        from mpinit.torch_internals.one_pass import describe_native
+        from mpinit.torch_internals.native import describe_native
     except ImportError:
         return "not there"
     return describe_native()

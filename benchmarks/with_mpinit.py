@@ -29,7 +29,7 @@ class Mpinit(Contender):
             raise Unavailable(f"mpinit cannot be imported: {error}") from error
         self.mpinit: Any = mpinit
         if not native:
-            from mpinit.torch_internals.one_pass import use_native
+            from mpinit.torch_internals.native import use_native
 
             use_native(None)
         self.scaling: AbstractContextManager[Tensor]

@@ -26,7 +26,7 @@ ROOMS: Final[dict[str, tuple[str, ...]]] = {
     "Saving and loading": ("checkpoint", "train_state"),
     "Looking": ("inspect",),
     "In a framework": ("integrations",),
-    "On the command line": ("cli", "torch_internals/one_pass_build"),
+    "On the command line": ("cli", "torch_internals/native_build"),
     "Under apex's names": ("compat",),
 }
 

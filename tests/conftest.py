@@ -18,7 +18,8 @@ import mpinit
 from mpinit import functions, registry
 from mpinit.basics.patching import Undo, undo_dropped
 from mpinit.functions import installation
-from mpinit.torch_internals import native_autocast, one_pass, one_pass_build
+from mpinit.torch_internals import native as native_code
+from mpinit.torch_internals import native_autocast, native_build
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -114,9 +115,9 @@ def start_casts() -> Iterator[StartCasts]:
 
 @pytest.fixture(scope="session")
 def native() -> Any:
-    """The functions of ``one_pass.cpp``, built as ``mpinit build-native`` does, for tests that ask for them."""
+    """The functions of ``native_code``, built as ``mpinit build-native`` does, for tests that ask for them."""
     try:
-        one_pass_build.build()
+        native_build.build()
     except RuntimeError as error:
         pytest.skip(str(error))
-    return one_pass.load(one_pass.library())
+    return native_code.load(native_code.library())

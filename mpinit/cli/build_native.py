@@ -7,8 +7,8 @@ from ..masters.codecs.bfloat16 import BFloat16
 from ..masters.codecs.codec import encodes_to_same_bits
 from ..masters.codecs.minifloat import Minifloat
 from ..optimizer.one_pass import KINDS, steps_with_other_bits
-from ..torch_internals.one_pass import is_switched_off, library, load
-from ..torch_internals.one_pass_build import build
+from ..torch_internals.native import is_switched_off, library, load
+from ..torch_internals.native_build import build
 from .output import show_json, show_text
 
 

@@ -34,7 +34,7 @@ from ..torch_internals.bulk import (
     layouts_of,
     versions_of,
 )
-from ..torch_internals.one_pass import native
+from ..torch_internals.native import native
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from ..torch_internals.running import is_eager, without_gradients
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_

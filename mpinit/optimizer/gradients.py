@@ -16,7 +16,7 @@ from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
 from ..torch_internals import products
 from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, in_fewer_tensors, versions_of
-from ..torch_internals.one_pass import native
+from ..torch_internals.native import native
 from ..torch_internals.running import is_eager, reads_without_sync, without_gradients
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase

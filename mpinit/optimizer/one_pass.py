@@ -16,8 +16,8 @@ from ..masters.masters import MasterBatch
 from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
 from ..torch_internals.bulk import have_grads
+from ..torch_internals.native import describe_native, native
 from ..torch_internals.native_autocast import CastsOff
-from ..torch_internals.one_pass import describe_native, native
 from ..torch_internals.running import is_eager, reads_without_sync
 from ..torch_internals.step_hooks import StepHooks
 from .members import Members

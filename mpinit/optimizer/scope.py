@@ -16,7 +16,7 @@ from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
-from ..torch_internals.one_pass import describe_native, native
+from ..torch_internals.native import describe_native, native
 from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync, without_gradients
 from .members import Members
 from .one_pass import NativeSteps, native_kind

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .one_pass import native
+from .native import native
 from .parameter_data import TENSOR_DATA
 from .running import is_eager
 

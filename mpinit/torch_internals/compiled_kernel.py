@@ -1,6 +1,6 @@
 """Functions made of torch's operations that are compiled on a GPU if the result has the same bits.
 
-Twenty operations on a tensor read and write it twenty times; compiled they are one loop. On a CPU ``one_pass.cpp`` does
+Twenty operations on a tensor read and write it twenty times; compiled they are one loop. On a CPU ``native_code`` does
 the same. Without it, rows are computed in chunks that fit into the cache.
 """
 

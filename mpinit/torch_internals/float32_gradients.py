@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .one_pass import native
+from .native import native
 from .parameter_data import TENSOR_DATA
 
 # The float32 elements in a bucket of DistributedDataParallel, which is 25 MiB.

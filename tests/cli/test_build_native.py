@@ -18,8 +18,8 @@ import pytest
 from mpinit.cli import build_native, main
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import one_pass
-from mpinit.torch_internals import one_pass as native_code
-from mpinit.torch_internals import one_pass_build
+from mpinit.torch_internals import native as native_code
+from mpinit.torch_internals import native_build
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -68,7 +68,7 @@ def test_native_code_is_built_once(said: Said, compiles: list[list[str]], own_fo
     assert (status, err) == (0, "")
     assert out.startswith("built in ") and str(path) in out.replace(" ", "")
     assert "usable: steps of Adam, AdamW, SGD and encoded states have torch's bits on samples" in out
-    assert os.listdir(path.parent) == ["one_pass.so"], "nothing unfinished is left"
+    assert os.listdir(path.parent) == ["mpinit_native.so"], "nothing unfinished is left"
     status, out, _ = said()
     assert status == 0 and out.startswith("already built: ") and "usable" in out
     assert len(compiles) == 1
@@ -127,8 +127,8 @@ def test_missing_compiler_is_reported(
 
 
 def test_missing_python_headers_are_reported(said: Said, monkeypatch: pytest.MonkeyPatch, own_folder: Path) -> None:
-    monkeypatch.setattr(one_pass_build.shutil, "which", lambda name: "/usr/bin/c++")
-    monkeypatch.setattr(one_pass_build.sysconfig, "get_paths", lambda: {"include": str(own_folder)})
+    monkeypatch.setattr(native_build.shutil, "which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(native_build.sysconfig, "get_paths", lambda: {"include": str(own_folder)})
     status, _, err = said()
     assert status == 2 and f"Python's headers are not in {own_folder}" in err and "python3-dev" in err
 

@@ -24,7 +24,7 @@ import mpinit
 import mpinit.plan
 from mpinit import cli
 from mpinit.basics import logs
-from mpinit.torch_internals import one_pass
+from mpinit.torch_internals import native as native_code
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -80,7 +80,7 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(
     # As on a machine where `mpinit build-native` was not run.
     monkeypatch.delenv("MPINIT_NATIVE")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setattr(one_pass, "_module", None)
+    monkeypatch.setattr(native_code, "_module", None)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDES[snippet.page == README].run(namespace)

@@ -15,7 +15,7 @@ from session_device import device, placed
 from torch import nn
 
 import mpinit
-from mpinit.torch_internals import one_pass
+from mpinit.torch_internals import native as native_code
 
 pytestmark = pytest.mark.device
 
@@ -28,7 +28,7 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "native":
         if device().type != "cpu":
             pytest.skip("native code is for a CPU")
-        monkeypatch.setattr(one_pass, "_module", request.getfixturevalue("native"))
+        monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native"))
     return str(request.param)
 
 

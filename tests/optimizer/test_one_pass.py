@@ -29,7 +29,7 @@ from mpinit.masters.split import SplitMasters
 from mpinit.optimizer import gradients as gradients_of_weights
 from mpinit.optimizer import one_pass, skipping
 from mpinit.torch_internals import bulk
-from mpinit.torch_internals import one_pass as native_code
+from mpinit.torch_internals import native as native_code
 from mpinit.torch_internals.bulk import are_plain, changed_grads, grads_of, set_grads
 
 Make = Callable[..., torch.optim.Optimizer]

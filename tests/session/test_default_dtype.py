@@ -10,7 +10,7 @@ from models import LEVELS
 from torch import nn
 
 import mpinit
-from mpinit.torch_internals import one_pass
+from mpinit.torch_internals import native as native_code
 
 
 def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
@@ -37,5 +37,5 @@ def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
 def test_numbers_do_not_depend_on_the_default_dtype(
     monkeypatch: pytest.MonkeyPatch, default: torch.dtype, level: str
 ) -> None:
-    monkeypatch.setattr(one_pass, "_module", None)
+    monkeypatch.setattr(native_code, "_module", None)
     assert all(map(torch.equal, trained(default, level), trained(torch.float32, level)))

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from ...torch_internals.one_pass import native
+from ...torch_internals.native import native
 from ...torch_internals.running import reads_without_sync
 
 Codes = tuple[torch.Tensor, ...]
@@ -50,7 +50,7 @@ class Codec(ABC):
     def encode_by(
         self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
     ) -> None:
-        """Encode by the functions of ``one_pass.cpp``; None: by torch's operations, which are the specification."""
+        """Encode by native code; None: by torch's operations, which are the specification."""
 
     @abstractmethod
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
-    """Return the functions of ``one_pass.cpp`` where they can read these numbers and return the codec's own bits."""
+    """Return the module of native code if it can read these numbers and return the codec's own bits."""
     if type(values) is not torch.Tensor or not reads_without_sync(values.device):
         return None
     code = native()

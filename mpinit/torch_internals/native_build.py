@@ -1,4 +1,4 @@
-"""Compilation of ``one_pass.cpp``, which only ``mpinit build-native`` runs.
+"""Compilation of ``native_code``, which only ``mpinit build-native`` runs.
 
 torch.utils.cpp_extension.load is not used: it needs ninja, and may compile in every process that loads the result.
 """
@@ -16,14 +16,14 @@ from typing import Any, Final
 
 import torch
 
-from .one_pass import SOURCE, library
+from .native import SOURCES, library
 
 _FLAGS: Final = {"AVX512": ("-march=native", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma", "-mf16c")}
 _HOW_TO_INSTALL: Final = "apt install g++, dnf install gcc-c++ or, on macOS, xcode-select --install"
 
 
 def build(force: bool = False) -> bool:
-    """Compile ``one_pass.cpp`` for this machine, unless it is compiled already.
+    """Compile ``native_code`` for this machine, unless it is compiled already.
 
     Args:
         force: compile it again. Default False.
@@ -75,11 +75,12 @@ def _compile(command: list[str], log: Path) -> None:
 def _arguments(includes: list[str], folders: list[str], output: Path) -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     is_arm = platform.machine() in ("arm64", "aarch64")
+    source = next(path for path in SOURCES if path.suffix == ".cpp")
     return [
         *("-std=c++20", "-O3", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
         *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-fopenmp",)),
         *_FLAGS.get(capability, ("-mcpu=native",) if is_arm else ()),
         f"-DONE_ROUNDING={str(capability in _FLAGS or is_arm).lower()}",
         *(word for path in includes for word in ("-isystem", path)),
-        *(str(SOURCE), "-o", str(output), *folders, "-ltorch_cpu", "-ltorch_python", "-lc10"),
+        *(str(source), "-o", str(output), *folders, "-ltorch_cpu", "-ltorch_python", "-lc10"),
     ]

@@ -1,4 +1,4 @@
-"""The loader of ``one_pass.cpp``, native code that ``mpinit build-native`` compiles.
+"""The loader of ``native_code``, a C++ module that ``mpinit build-native`` compiles.
 
 A training process never compiles it. Without it, or with ``MPINIT_NATIVE=0``, torch's operations compute the same bits.
 """
@@ -17,10 +17,12 @@ from torch import _appdirs
 
 from ..basics.logs import log
 
-SOURCE: Final = Path(__file__).with_suffix(".cpp")
+# module.cpp includes the others.
+SOURCES: Final = sorted(Path(__file__).with_name("native_code").glob("*.[ch]*"))
 # This file has the compiler's flags, so its text is hashed too.
-_BUILDER: Final = Path(__file__).with_name("one_pass_build.py")
+_BUILDER: Final = Path(__file__).with_name("native_build.py")
 
+_MODULE: Final = "mpinit_native"
 _NOT_TRIED: Final = object()
 _module: Any = _NOT_TRIED
 
@@ -59,19 +61,19 @@ def library() -> Path:
 
     It is in torch's folder of extensions (``TORCH_EXTENSIONS_DIR``).
     """
-    built_for: list[Any] = [SOURCE.read_text("utf-8"), _BUILDER.read_text("utf-8"), torch.__version__]
-    built_for += [torch.version.git_version, sys.implementation.cache_tag]
+    built_for: list[Any] = [path.read_text("utf-8") for path in (*SOURCES, _BUILDER)]
+    built_for += [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
     built_for += [platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu_flags()]
     name = hashlib.sha256("\n".join(map(str, built_for)).encode()).hexdigest()[:16]
     user_cache: Any = _appdirs.user_cache_dir
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache("torch_extensions")
-    return Path(folder, "mpinit", name, "one_pass.so")
+    return Path(folder, "mpinit", name, f"{_MODULE}.so")
 
 
 def load(path: Path) -> Any:
     """Load the module from a file."""
-    loader = importlib.machinery.ExtensionFileLoader("one_pass", str(path))
-    spec = importlib.machinery.ModuleSpec("one_pass", loader, origin=str(path))
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
+    spec = importlib.machinery.ModuleSpec(_MODULE, loader, origin=str(path))
     return importlib.util.module_from_spec(spec)
 
 
