@@ -172,16 +172,12 @@ class TensorCasts:
             self.load(parameter, values)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer or a frozen parameter in float32, and record that it is not cast any more.
+        """Return the float32 values of a buffer or frozen parameter, which is about to become float32 itself.
 
-        A buffer that was not written to since its cast is the original tensor.
+        The values of a buffer that was not written to since its cast share the original tensor's memory.
         """
         values = self.original_values(tensor)
         wide = (tensor if values is None else values).detach().to(torch.float32)
-        if tensor in self._buffers:
-            entry = self._buffers.pop(tensor)
-            entry.cast = wide
-            self._buffers[wide] = entry
         self._originals.pop(tensor, None)
         if self._recorded.pop(id(tensor), None) is not None:
             stop_recording(tensor)

@@ -191,12 +191,11 @@ class Float32Values:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a buffer or a frozen parameter in float32 from now on, and return it; earlier entries become stale."""
-        wide = self.casts.keep(tensor)
+        """Return the float32 values that a buffer or frozen parameter has from now on; earlier entries become stale."""
         for entry in self._entries:
             if entry.tensor is tensor:
-                entry.tensor, entry.clock = wide, (-1,)
-        return wide
+                entry.clock = (-1,)
+        return self.casts.keep(tensor)
 
     def entries_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Record that a state dict is about to be loaded: the load applies the writes to its entries."""

@@ -129,13 +129,9 @@ class KeptState:
                 if is_lower_precision(tensor.dtype) and not tensor.requires_grad and tensor not in wide:
                     wide[tensor] = self.values.keep(tensor)
         for tensor, values in wide.items():
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad = None
-                set_data(tensor, values)
-        for part in parts:
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer in wide:
-                    part._buffers[name] = wide[buffer]
+            # The same tensors, because callbacks keep references to them, such as the biases of routers.
+            tensor.grad = None
+            set_data(tensor, values)
         for part in parts:
             for forward in filter(None, map(patched_forward, vars(part).values())):
                 if forward.boundary is cast:

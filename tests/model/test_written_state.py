@@ -167,6 +167,28 @@ def test_a_router_counts_and_learns_its_bias_as_in_float32(kind: str) -> None:
     assert {tensor.dtype for tensor in model.state_dict().values()} == {F32}
 
 
+@pytest.mark.parametrize("kind", ["O2", "O5", "split", "model"])
+def test_writes_of_a_callback_to_a_kept_buffer_count(kind: str) -> None:
+    """Write to buffers between steps through references from before the first, as a load balancer does."""
+    results = []
+    for level in (None, kind):
+        model = seeded(Moe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if level is not None:
+            mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+        bias, count = model.router.bias, model.router.count
+        for _ in range(6):
+            output = model(torch.ones(4, 8))
+            output.mean().backward() if level is None else backward(output.mean(), optimizer)
+            optimizer.step()
+            with torch.no_grad():
+                bias.fill_(0.01 * count.item() + 0.125)
+                count.zero_()
+        assert model.router.bias is bias and model.router.count is count
+        results.append((bias.tolist(), model.state_dict()["router.count"].item()))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_codebook_follows_its_inputs_as_in_float32(kind: str) -> None:
     def batch(generator: torch.Generator) -> Tensor:
@@ -329,6 +351,24 @@ def test_an_entry_of_before_is_loud_and_one_of_after_counts() -> None:
         model(torch.randn(4, 8))
     model.state_dict()["router.bias"].fill_(0.5)
     assert model.router.bias.eq(0.5).all()
+
+
+def test_a_stale_entry_of_a_frozen_parameter_is_named() -> None:
+    def follow(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
+        return x - self.mean
+
+    average = Parts(follow, mean=nn.Parameter(torch.zeros(8), requires_grad=False))
+    model = nn.Sequential(nn.Linear(8, 8), average, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    backward(model(torch.ones(4, 8)).mean(), optimizer)
+    old = model.state_dict()["1.mean"]
+    optimizer.step()
+    old.fill_(1.0)
+    with pytest.raises(RuntimeError, match=r"'1\.mean' of a state dict"):
+        model(torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
