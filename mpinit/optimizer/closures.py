@@ -73,6 +73,7 @@ class ClosureSteps:
 
         def evaluate() -> Any:
             with self._own.scope.closed():
+                renew_casts()  # LBFGS changes weights between two evaluations of one step
                 return evaluate_until_finite()
 
         def evaluate_until_finite() -> Any:
@@ -121,6 +122,7 @@ class SamSteps:
         with CastsOff(), self._own.scope.open():
             result = inner(*args, **kwargs)
         self._gradients.stepped()
+        renew_casts()
         return result
 
     def second(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

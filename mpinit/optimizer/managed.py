@@ -17,7 +17,7 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
-from ..model.forward_weights import ACTIVE_CASTS, renew_casts
+from ..model.forward_weights import renew_casts
 from ..model.kept_state import KeptState
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
@@ -177,8 +177,7 @@ class ManagedOptimizer:
             return self.own.inner(*(args if closure is None else (closure, *args)), **kwargs)
         result = self._with_hooks(decision, (closure, *args), kwargs)
         self.gradients.stepped(in_kernel=decision is Decision.IN_KERNEL)
-        if ACTIVE_CASTS:
-            renew_casts()
+        renew_casts()
         return result
 
     def _with_hooks(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,8 +229,7 @@ class ManagedOptimizer:
     def _skip(self) -> None:
         self.skips.skip()
         self.gradients.skipped()
-        if ACTIVE_CASTS:
-            renew_casts()
+        renew_casts()
 
     def after_unscaling(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
         """Record the result of a backward pass, before the scale is updated.
@@ -358,7 +356,9 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
             return inner(*args, **kwargs)  # the groups contain float32 parameters
         values.apply_writes()
         with CastsOff(), values.without_moving() if name == _LOAD else nullcontext(), managed.scope.open():
-            return inner(*args, **kwargs)
+            result = inner(*args, **kwargs)
+        renew_casts()
+        return result
 
     method.__name__ = name
     return method
