@@ -171,7 +171,7 @@ def test_states_written_together_have_the_codes_of_each_alone(codec: Codec) -> N
         return [placed(values) for values in found]
 
     alone = [EncodedState.of(values, codec) for values in some_values()]
-    together = copy.deepcopy(alone)
+    together = [EncodedState.of(values, codec) for values in some_values()]
     values = some_values()
     for state, each_values in zip(alone, values, strict=True):
         state.write(each_values)
@@ -196,11 +196,14 @@ def test_a_write_to_a_part_is_refused(codec: Codec) -> None:
 
 
 @each
-def test_copies_and_pickles_hold_the_codes(codec: Codec) -> None:
+def test_copies_and_unpickled_states_are_float32_tensors(codec: Codec) -> None:
+    """Check that a pickle contains the codes, and is as small."""
     state = EncodedState.of(torch.randn(100, 50).t(), codec)
     for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), copy.copy(state)):
-        assert type(other) is EncodedState and other.stride() == state.stride()
-        assert torch.equal(other.decoded(), state.decoded())
-    own = copy.deepcopy(state)
-    own.zero_()
+        assert type(other) is torch.Tensor and other.stride() == state.stride()
+        assert torch.equal(other, state.decoded())
+        assert all(map(torch.equal, EncodedState.of(other, codec).codes, state.codes))
+        other.zero_()
+    first, second = copy.deepcopy([state, state])
+    assert first is second
     assert state.any() and len(pickle.dumps(state)) < 3 * 5000

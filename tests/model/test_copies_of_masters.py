@@ -265,3 +265,29 @@ def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
     trainer.step()
     assert not torch.equal(twin.state_dict()["weight"], before)
     assert torch.equal(model.weight, before), "the original does not notice"
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("way", "masters"), [("deepcopy", "split"), ("deepcopy", "model"), ("pickle", "model")])
+def test_copied_optimizer_steps_as_torch_s_own_with_float32_states(way: str, masters: str, encoding: str) -> None:
+    """Compare ten steps of the copy with those of an optimizer that has loaded the float32 state dict."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 80)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters, optimizer_state=encoding, verbosity=0)
+    for _ in range(3):
+        iterate(model(torch.ones(2, 64)).square().mean(), optimizer)
+    pair = (model, optimizer)
+    twin, trainer = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    reference = nn.Linear(64, 80)
+    reference.load_state_dict(model.state_dict())
+    by_hand = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    by_hand.load_state_dict(optimizer.state_dict())
+    for network, its_optimizer in ((twin, trainer), (reference, by_hand)):
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            for parameter in network.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            its_optimizer.step()
+    assert all(map(torch.equal, twin.parameters(), reference.parameters()))
+    assert {type(value) for state in trainer.state.values() for value in state.values()} == {torch.Tensor}

@@ -108,18 +108,18 @@ class EncodedState(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"EncodedState({self.codec.name}, {self.decoded()!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "EncodedState":
-        copied = EncodedState(self.codec, self._own_codes(), self)
-        memo[id(self)] = copied
+    # Copies are plain float32 tensors: the steps of an optimizer that was copied or unpickled are torch's own. They
+    # would encode a state again after each operation, and round it each time.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.decoded()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Reduce to the codes, the shape and the strides."""
-        return _rebuilt, (self.codec, self._own_codes(), tuple(self.size()), self.stride())
-
-    def _own_codes(self) -> Codes:
+        """Reduce to the codes, the shape and the strides, from which a float32 tensor is unpickled."""
         # Copied, because the codes may be views of a bucket's.
-        return tuple(code.clone() for code in self.codes)
+        codes = tuple(code.clone() for code in self.codes)
+        return _rebuilt, (self.codec, codes, tuple(self.size()), self.stride())
 
 
 def decode_together(states: Sequence[EncodedState]) -> list[torch.Tensor]:
@@ -168,8 +168,8 @@ def with_numbers(value: Any) -> Any:
     return value if encoded is None else sharded_as(encoded.decoded(), value)
 
 
-def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> EncodedState:
-    return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta"))
+def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta")).decoded()
 
 
 class _PartOfCopy(torch.Tensor):
