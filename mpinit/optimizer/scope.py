@@ -331,6 +331,10 @@ class MasterSwap:
             return
         numbers = StepNumbers(self._members.optimizer) if len(present) > 1 else None
         hidden = {id(part): grads_of(part.weights) for part in plain} if len(present) > 1 else {}
+        for part in self._parts.last:
+            if part.masters is not None:
+                # Masters that users have are bound to gradients: the optimizer would step them with every part.
+                set_grads(part.inner, [None] * len(part.inner))
         try:
             for part in plain if hidden else ():
                 set_grads(part.weights, [None] * len(part.weights))

@@ -17,6 +17,7 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.masters.codecs.encoded import EncodedState
+from mpinit.torch_internals import native as native_code
 
 pytestmark = pytest.mark.device
 
@@ -280,3 +281,30 @@ def test_spellings(given: Any, meant: str) -> None:
 def test_other_spellings_are_refused() -> None:
     with pytest.raises(ValueError, match="'float32', 'bfloat16' or 'int8'"):
         mpinit.Properties(optimizer_state="float16")
+
+
+def trained_after(kind: str, encoding: str, make: Factory, asks: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    """Train; with ``asks``, after masters were requested once. Return float32 weights, and numbers of steps."""
+    model, optimizer = set_up(kind, encoding, make)
+    if asks:
+        list(mpinit.master_params(optimizer))
+    train(model, optimizer, 3)
+    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    found = numbers(model), counts
+    mpinit.undo(model)
+    return found
+
+
+@pytest.mark.parametrize("code", ["torch's operations", "native code"])
+@pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["Adam", "SGD"])
+@encodings
+@pytest.mark.parametrize("kind", ["split", "full", "model", "O2"])
+def test_each_weight_is_stepped_once_after_masters_were_requested(
+    kind: str, encoding: str, make: Factory, code: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare with masters that nobody has: those that users have are bound to gradients between steps."""
+    if code == "native code":
+        monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native"))
+    (expected, counted), (found, counts) = (trained_after(kind, encoding, make, asks) for asks in (False, True))
+    assert counts == counted and set(counts) <= {3.0}
+    assert all(map(torch.equal, found, expected))
