@@ -251,7 +251,7 @@ def _with_steps(state: Mapping[str, Any], name: str, changes: list[str]) -> dict
     steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
     lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
     for index in lacking:
-        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
+        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu")}
     if lacking:
         receivers = counted(len(lacking), "parameter")
         changes.append(f"{name}: the step in the groups, as apex's fused optimizers have it, copied to {receivers}")

@@ -157,6 +157,6 @@ def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tenso
         )
     shape = ([batch] if batch else []) + [int(size) for size in sizes]
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
     limit = 2 if dtype is torch.bool else int(below or 2)
-    return torch.randint(limit, shape, generator=generator).to(dtype)
+    return torch.randint(limit, shape, generator=generator, dtype=torch.int64, device="cpu").to(dtype)

@@ -341,7 +341,7 @@ class _Bucket(MasterBatch):
         self._versions = [owner.versions.get(id(master), -1) for master in masters]
         self._flat: list[torch.Tensor] = []
         self._halves: list[torch.Tensor] = []
-        self._remainder = torch.empty(0, dtype=torch.int16)
+        self._remainder = torch.empty(0, dtype=torch.int16, device="cpu")
         self._buffer: torch.Tensor | None = None
         self._laid_out: torch.Tensor | None = None
         self._bits: list[torch.Tensor] = []

@@ -139,7 +139,7 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
     """Return the dtype that ``fn`` converts a tensor of ``dtype`` to; ``dtype`` if ``fn`` raises."""
     try:
         with torch.no_grad():
-            return fn(torch.empty(0, dtype=dtype)).dtype
+            return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
     except Exception:
         return dtype
 

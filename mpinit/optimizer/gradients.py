@@ -136,7 +136,7 @@ class Gradients:
             # Not counted, as torch's operation that unscales and checks is not.
             are_finite = _grads_multiplied(self.weights, inverse, is_counted=not is_checked)
             if are_finite is not None:
-                return torch.full((), float(not are_finite)) if is_checked else None
+                return _on_cpu(not are_finite) if is_checked else None
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
@@ -438,7 +438,7 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
         return None
     # Not counted, as torch's operation is not.
     if (are_finite := _multiplied(gradients, inverse_scale, is_counted=False)) is not None:
-        return torch.full((), float(not are_finite))
+        return _on_cpu(not are_finite)
     if are_plain(gradients, inverse_scale.device):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
@@ -491,6 +491,10 @@ def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     norms = products.largest(dense_views(gradients))
     found = [torch.stack(each).amax().float() for each in norms]
     return _combine(found, device) if found else torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _on_cpu(is_found: bool) -> torch.Tensor:
+    return torch.tensor(float(is_found), dtype=torch.float32, device="cpu")
 
 
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -118,12 +118,13 @@ def native_kind(optimizer: Any) -> str:
 def steps_with_other_bits(code: Any) -> list[str]:
     """List the kinds, forms and masters for which native code steps a sample to other bits than torch."""
     found = []
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     for kind in KINDS:
         for form in ("for-loop", "foreach", "fused"):
             settings: dict[str, Any] = {"foreach": form == "foreach", "fused": form == "fused"}
             if kind == "SGD":
                 settings["momentum"] = 0.9
-            optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=0.1, **settings)
+            optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, **settings)
             (group,) = optimizer.param_groups
             options = _options(kind, group)
             assert options is not None

@@ -86,7 +86,8 @@ class OverflowAgreement:
             return
         # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
         first = next(module.parameters(), None)
-        same = torch.full((self._same,), _NEUTRAL, device=None if first is None else first.device)
+        device = torch.get_default_device() if first is None else first.device
+        same = torch.full((self._same,), _NEUTRAL, dtype=torch.float32, device=device)
         scalers, passes = len(self._scalers), self._passes_since()
         opposite = same.clone()
         same[scalers : scalers + len(passes)], opposite[scalers : scalers + len(passes)] = passes, -passes
@@ -211,7 +212,7 @@ class OverflowAgreement:
     def _number_of(self, places: Sequence[int]) -> torch.Tensor:
         """Encode a verdict's optimizers as one number, a bit for each; empty if ranks may have different optimizers."""
         number = sum(1 << place % _BITS for place in set(places))
-        return torch.tensor([] if self.agrees_together else [number], dtype=torch.float32)
+        return _on_cpu([] if self.agrees_together else [number])
 
     def _passes_since(self) -> torch.Tensor:
         """Return how often each loss was scaled since the last verdict; empty for one loss, or if ranks may differ.
@@ -220,7 +221,7 @@ class OverflowAgreement:
         """
         before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
-        return torch.tensor(counts if len(counts) > 1 and not self.stages.are_named else [], dtype=torch.float32)
+        return _on_cpu(counts if len(counts) > 1 and not self.stages.are_named else [])
 
     def groups(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
@@ -269,6 +270,10 @@ class _BeforeForward(ForwardHook[OverflowAgreement]):
         agreement = self.owner()
         if agreement is not None:
             agreement.before_forward(module)
+
+
+def _on_cpu(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _check_same_losses_and_optimizers(differ: Sequence[bool], losses: int) -> None:

@@ -1,25 +1,29 @@
-"""torch's default type, which scripts that load a large model set, changes no number of a training.
+"""torch's default dtype and device, which scripts that load a large model set, change no number of a training.
 
-Below the public face: native code is switched off, so that torch's operations are tried too.
+Below the public face: native code is switched on and off.
 """
+
+from typing import Any
 
 import pytest
 import torch
 from loops import backward
 from models import LEVELS
 from torch import nn
+from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.torch_internals import native as native_code
 
 
-def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
+def trained(level: str, make: Any, default: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 80), nn.LayerNorm(80), nn.ReLU(), nn.Linear(80, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make(model.parameters(), lr=1e-2)
     x = torch.randn(32, 100)
     try:
         torch.set_default_dtype(default)
+        torch.set_default_device(device)
         mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
         for _ in range(6):
             optimizer.zero_grad()
@@ -29,13 +33,24 @@ def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
         mpinit.undo(model)
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
+@pytest.fixture(params=["torch's operations", "native code"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_native = request.param == "native code"
+    monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native") if is_native else None)
+
+
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-def test_numbers_do_not_depend_on_the_default_dtype(
-    monkeypatch: pytest.MonkeyPatch, default: torch.dtype, level: str
-) -> None:
-    monkeypatch.setattr(native_code, "_module", None)
-    assert all(map(torch.equal, trained(default, level), trained(torch.float32, level)))
+def test_numbers_do_not_depend_on_the_default_dtype(default: torch.dtype, level: str) -> None:
+    assert all(map(torch.equal, trained(level, AdamW, default), trained(level, AdamW)))
+
+
+@pytest.mark.usefixtures("code")
+@pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
+def test_numbers_do_not_depend_on_the_default_device(level: str) -> None:
+    assert all(map(torch.equal, trained(level, SGD, device="meta"), trained(level, SGD)))

@@ -26,7 +26,7 @@ class OverTorch(torch.optim.Optimizer):
             steps = filled[-1].pop("step", None)
             for key in group["params"] if "step" in group else ():
                 if key in state:
-                    state[key].setdefault("step", torch.tensor(float(steps), dtype=torch.float32))
+                    state[key].setdefault("step", torch.tensor(float(steps), dtype=torch.float32, device="cpu"))
         super().load_state_dict({**state_dict, "state": state, "param_groups": filled})
 
 
@@ -45,7 +45,7 @@ def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], bu
     devices = {p.device.type for p in params}
     try:
         for device in devices:
-            kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
+            kind([torch.zeros(1, dtype=torch.float32, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
     except RuntimeError:
         return False
     return but_not_on not in devices and all(p.is_floating_point() for p in params)
