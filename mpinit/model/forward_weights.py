@@ -339,14 +339,7 @@ def _end(active: _ActiveCasts) -> None:
 
 
 def renew_casts() -> None:
-    """Drop or make again the casts of weights in this thread, after an optimizer has changed weights in a forward.
-
-    O1's casts are in torch's cache until the outermost forward ends, and those of ``master_weights="model"`` in the
-    modules. Outside of a forward there are neither.
-    """
-    torch.clear_autocast_cache()
-    if not ACTIVE_CASTS:
-        return
+    """Make the casts of this thread's running forwards again, after an optimizer has stepped inside a forward."""
     active = dict.fromkeys(ACTIVE_CASTS[module] for module in _thread.entered if module in ACTIVE_CASTS)
     for dtype in dict.fromkeys(each.dtype for each in active):
         members = [each for each in active if each.dtype is dtype]

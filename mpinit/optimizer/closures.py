@@ -5,14 +5,13 @@ from typing import Any, Final
 
 import torch
 
-from ..model.forward_weights import renew_casts
 from ..plan import ScalingRule
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from .gradients import Gradients
 from .members import Members, Snapshot
 from .per_parameter import steps_per_parameter
 from .skipping import Skips
-from .step import GradientChecks, OwnStep
+from .step import GradientChecks, OwnStep, renew_weight_casts
 
 # The names that sharpness-aware optimizers have for the two halves of a step.
 FIRST: Final = "first_step"
@@ -73,7 +72,7 @@ class ClosureSteps:
 
         def evaluate() -> Any:
             with self._own.scope.closed():
-                renew_casts()  # LBFGS changes weights between two evaluations of one step
+                renew_weight_casts()  # LBFGS changes weights between two evaluations of one step
                 return evaluate_until_finite()
 
         def evaluate_until_finite() -> Any:
@@ -122,7 +121,7 @@ class SamSteps:
         with CastsOff(), self._own.scope.open():
             result = inner(*args, **kwargs)
         self._gradients.stepped()
-        renew_casts()
+        renew_weight_casts()
         return result
 
     def second(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,13 +134,13 @@ class SamSteps:
                 before.restore()
             self._skips.skip()
             self._gradients.skipped()
-            renew_casts()
+            renew_weight_casts()
             return self._clear(*args, **kwargs)
         with CastsOff(), self._own.scope.open():
             result = inner(*args, **kwargs)
         self._skips.count_done()
         self._gradients.stepped()
-        renew_casts()
+        renew_weight_casts()
         return result
 
     def _clear(self, zero_grad: bool = False, *_: Any, **__: Any) -> None:

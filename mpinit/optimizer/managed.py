@@ -17,7 +17,6 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
-from ..model.forward_weights import renew_casts
 from ..model.kept_state import KeptState
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
@@ -31,7 +30,7 @@ from .members import Members
 from .ranks import Ranks
 from .scope import MasterSwap
 from .skipping import Skips
-from .step import GradientChecks, OwnStep, WeakMethod, creates_state_only, weakly_bound
+from .step import GradientChecks, OwnStep, WeakMethod, creates_state_only, renew_weight_casts, weakly_bound
 
 _LOAD: Final = "load_state_dict"
 
@@ -177,7 +176,7 @@ class ManagedOptimizer:
             return self.own.inner(*(args if closure is None else (closure, *args)), **kwargs)
         result = self._with_hooks(decision, (closure, *args), kwargs)
         self.gradients.stepped(in_kernel=decision is Decision.IN_KERNEL)
-        renew_casts()
+        renew_weight_casts()
         return result
 
     def _with_hooks(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,7 +228,7 @@ class ManagedOptimizer:
     def _skip(self) -> None:
         self.skips.skip()
         self.gradients.skipped()
-        renew_casts()
+        renew_weight_casts()
 
     def after_unscaling(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
         """Record the result of a backward pass, before the scale is updated.
@@ -357,7 +356,7 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
         values.apply_writes()
         with CastsOff(), values.without_moving() if name == _LOAD else nullcontext(), managed.scope.open():
             result = inner(*args, **kwargs)
-        renew_casts()
+        renew_weight_casts()
         return result
 
     method.__name__ = name

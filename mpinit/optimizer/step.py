@@ -14,6 +14,7 @@ from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..model.float32_values import Float32Values
+from ..model.forward_weights import ACTIVE_CASTS, renew_casts
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import grads_of
@@ -514,6 +515,17 @@ class OwnStep:
             return self.inner(*args, **kwargs)
         with unfused(self._members.groups_without_fused):
             return self.inner(*args, **kwargs)
+
+
+def renew_weight_casts() -> None:
+    """Drop or make again the casts of weights, after an optimizer may have changed weights inside of a forward.
+
+    O1's casts are in torch's cache until the outermost forward ends, and those of ``master_weights="model"`` in the
+    modules. Outside of forwards there are none.
+    """
+    torch.clear_autocast_cache()
+    if ACTIVE_CASTS:
+        renew_casts()
 
 
 def creates_state_only(optimizer: Optimizer) -> bool:
