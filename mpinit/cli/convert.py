@@ -16,14 +16,13 @@ import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..basics.dtypes import is_lower_precision
-from ..basics.tables import counted
 from ..scaling.scaler import check_state
 from .output import show_json, show_text
+from .state_dicts import StateDicts, is_optimizer
 
 FORMATS: Final = ("mpinit", "apex", "torch")
 
@@ -33,8 +32,22 @@ _SCALER_KEYS: Final = ("mpinit", "amp", "scaler", "grad_scaler", "loss_scaler")
 _DEEPEST: Final = 6
 # The keys by which the state of a torch.amp.GradScaler is known.
 _GRAD_SCALER_FORM: Final = ("scale", "_growth_tracker")
-_Scales = dict[str, dict[str, Any]]
 _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+class _Scaler(NamedTuple):
+    """A loss scaler in a file.
+
+    Attributes:
+        state: its state in mpinit's form.
+        growth: what a torch.amp.GradScaler's state has besides, if the file has it.
+    """
+
+    state: dict[str, Any]
+    growth: dict[str, Any]
+
+
+_Scales = dict[str, _Scaler]
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +118,7 @@ def _write(result: dict[str, Any], target: Path) -> None:
 
 
 def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """Convert a checkpoint to the form ``to``.
+    """Convert a checkpoint to the form ``to``; the checkpoint itself is not changed.
 
     Returns:
         The new checkpoint, and a line for each change.
@@ -116,31 +129,17 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         )
     result, changes = dict(checkpoint), list[str]()
     scales = _pop_scales(result, changes)
-    is_known = bool(scales)
-    for name, value in result.items():
-        if isinstance(value, (list, tuple)) and value and all(map(_is_optimizer, value)):
-            result[name], is_known = [_with_steps(each, f"{name}[{i}]", changes) for i, each in enumerate(value)], True
-        if not isinstance(value, Mapping):
-            continue
-        if "fp32_from_fp16" in value:
-            raise ValueError(
-                f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: copy the tensors of "
-                f"[{name!r}]['fp32_from_fp16'], group by group, into the parameters of a float32 model, and save "
-                f"model.state_dict() and [{name!r}]['optimizer_state_dict']"
-            )
-        if _is_optimizer(value):
-            result[name], is_known = _with_steps(value, name, changes), True
-        elif any(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-            result[name], is_known = _in_float32(value, name, changes), True
-    if not is_known:
+    states = StateDicts(changes)
+    result = states.convert(result)
+    if not scales and not states.are_found:
         raise ValueError(
             "found no loss scale, model or optimizer in the file to convert; its keys are "
             f"{', '.join(map(repr, checkpoint)) or 'none'}"
         )
     if scales:
-        result[_SCALER_KEY[to]] = _written(scales, to, loss_id)
-        shown = ", ".join(f"{state['loss_scale']:g}" for state in scales.values())
-        changes.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
+        key = _SCALER_KEY[to]
+        _check_free(result, key)
+        result[key] = _written(scales, to, loss_id, changes)
     else:
         changes.append(
             "no loss scale found, under any key: do not call mpinit.load_state_dict, or start with a fresh scaler"
@@ -148,8 +147,14 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
     return result, changes
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+def _check_free(result: Mapping[str, Any], key: str) -> None:
+    """Refuse to replace an entry that is not the loss scale which is converted. That of a disabled scaler is empty."""
+    value = result.get(key)
+    if value is not None and not (isinstance(value, Mapping) and not value):
+        raise ValueError(
+            f"the file has an entry {key!r} already, which is not the loss scale that was found, and the loss scale is "
+            f"written there: load the file, rename {key!r}, save it by torch.save, and convert that file"
+        )
 
 
 def _pop_scales(result: dict[str, Any], changes: list[str]) -> _Scales:
@@ -165,9 +170,9 @@ def _pop_scales(result: dict[str, Any], changes: list[str]) -> _Scales:
     places = list(_found_in(result, ""))
     distinct: _Scales = {}
     for place, states in places:
-        for state in states.values():
-            distinct[f"loss_scaler{len(distinct)}"] = state
-        scales = ", ".join(f"{state['loss_scale']:g}" for state in states.values())
+        for scaler in states.values():
+            distinct[f"loss_scaler{len(distinct)}"] = scaler
+        scales = _shown(states)
         names = ", ".join(list(distinct)[-len(states) :])
         changes.append(f"loss scale {scales} found at {place}" + (f", as {names}" if len(places) > 1 else ""))
     return distinct
@@ -187,10 +192,10 @@ def _found_in(value: Any, place: str, depth: int = _DEEPEST) -> Iterator[tuple[s
             yield here, found
         elif isinstance(entry, (Mapping, list, tuple)):
             yield from _found_in(entry, here, depth - 1)
-        if _is_optimizer(entry) and _is_number(entry.get("loss_scale")):
+        if is_optimizer(entry) and _is_number(entry.get("loss_scale")):
             # fairseq's optimizers have nothing but the scale.
             state = {"loss_scale": float(entry["loss_scale"]), "unskipped": 0}
-            yield f"{here}['loss_scale']", _checked({"loss_scaler0": state}, here)
+            yield f"{here}['loss_scale']", _checked({"loss_scaler0": _Scaler(state, {})}, here)
 
 
 def _scales_of(state: Any, place: str) -> _Scales:
@@ -200,22 +205,35 @@ def _scales_of(state: Any, place: str) -> _Scales:
         return found
     if all(key in state for key in _GRAD_SCALER_FORM):
         ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
-        found = {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
+        ours |= {"scales": state["scales"]} if "scales" in state else {}
+        found = {"loss_scaler0": _Scaler(ours, {key: state[key] for key in _GRAD_SCALER if key in state})}
     elif _is_number(state.get("cur_scale")):
         # DeepSpeed, Megatron-LM and mmcv count good updates from the last overflow.
         good = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
         window = max(int(state.get("scale_window", 0)), 1)
-        found = {"loss_scaler0": {"loss_scale": float(state["cur_scale"]), "unskipped": max(good, 0) % window}}
+        ours = {"loss_scale": float(state["cur_scale"]), "unskipped": max(good, 0) % window}
+        found = {"loss_scaler0": _Scaler(ours, _growth_of(state))}
     elif all(str(name).startswith("loss_scaler") and isinstance(value, Mapping) for name, value in state.items()):
-        found = {str(name): dict(value) for name, value in state.items()}
-        if any("loss_scale" not in value for value in found.values()):
+        found = {str(name): _Scaler(dict(value), {}) for name, value in state.items()}
+        if any("loss_scale" not in scaler.state for scaler in found.values()):
             return {}  # another dict with a scaler inside
     return _checked(found, place)
 
 
+def _growth_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the growth of a scaler with ``scale_factor`` and ``scale_window`` as torch.amp.GradScaler names it."""
+    growth: dict[str, Any] = {}
+    if _is_number(state.get("scale_factor")) and float(state["scale_factor"]) > 1:
+        factor = float(state["scale_factor"])
+        growth |= {"growth_factor": factor, "backoff_factor": 1 / factor}
+    if int(state.get("scale_window", 0)) > 0:
+        growth["growth_interval"] = int(state["scale_window"])
+    return growth
+
+
 def _checked(found: _Scales, place: str) -> _Scales:
-    for name, value in found.items():
-        faults = check_state(value)
+    for name, scaler in found.items():
+        faults = check_state(scaler.state)
         if faults:
             raise ValueError(f"{place}: {name} {'; it '.join(faults)}")
     return found
@@ -226,33 +244,32 @@ def _is_number(value: Any) -> bool:
     return is_scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def _written(scales: dict[str, dict[str, Any]], to: str, loss_id: int) -> dict[str, Any]:
-    if to == "mpinit":
-        return scales
-    if to == "apex":
+def _shown(scales: _Scales) -> str:
+    return ", ".join(f"{scaler.state['loss_scale']:g}" for scaler in scales.values())
+
+
+def _written(scales: _Scales, to: str, loss_id: int, changes: list[str]) -> dict[str, Any]:
+    """Return the scalers in the form ``to``, and add a line for each that is written, and for what is not."""
+    key = _SCALER_KEY[to]
+    if to != "torch":
+        changes.append(f"loss scale {_shown(scales)} under {key!r}")
         # apex knows no hysteresis.
-        return {n: {"loss_scale": s["loss_scale"], "unskipped": s["unskipped"]} for n, s in scales.items()}
-    chosen = scales.get(f"loss_scaler{loss_id}")
+        names = ("loss_scale", "unskipped")
+        states = {name: scaler.state for name, scaler in scales.items()}
+        return states if to == "mpinit" else {n: {name: s[name] for name in names} for n, s in states.items()}
+    name = f"loss_scaler{loss_id}"
+    chosen = scales.get(name)
     if chosen is None:
         raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(scales)}: add --loss-id")
-    return {"scale": chosen["loss_scale"], **_GRAD_SCALER, "_growth_tracker": chosen["unskipped"]}
-
-
-def _in_float32(state: Mapping[str, Any], name: str, changes: list[str]) -> Mapping[str, Any]:
-    lower = [key for key, value in state.items() if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)]
-    if lower:
-        changes.append(f"{name}: {len(lower)} tensors were 16-bit, the first {lower[0]!r}; widened to float32")
-    return {**state, **{key: state[key].float() for key in lower}} if lower else state
-
-
-def _with_steps(state: Mapping[str, Any], name: str, changes: list[str]) -> dict[str, Any]:
-    """Copy the step counts of apex's fused optimizers, which are in the groups, to each parameter's state."""
-    per_parameter = dict(state["state"])
-    steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
-    lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
-    for index in lacking:
-        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu")}
-    if lacking:
-        receivers = counted(len(lacking), "parameter")
-        changes.append(f"{name}: the step in the groups, as apex's fused optimizers have it, copied to {receivers}")
-    return {**state, "state": per_parameter}
+    changes.append(f"loss scale {_shown({name: chosen})} under {key!r}")
+    others = {other: scaler for other, scaler in scales.items() if other != name}
+    if others:
+        changes.append(
+            f"loss scale {_shown(others)} of {', '.join(others)} is not in the file, because a GradScaler has one "
+            "scale: --loss-id chooses it"
+        )
+    defaults = [f"{option} {value:g}" for option, value in _GRAD_SCALER.items() if option not in chosen.growth]
+    if defaults:
+        changes.append(f"{', '.join(defaults)}: torch's defaults, because the file has no other")
+    state = chosen.state
+    return {"scale": state["loss_scale"], **_GRAD_SCALER, **chosen.growth, "_growth_tracker": state["unskipped"]}
