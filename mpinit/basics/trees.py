@@ -55,7 +55,7 @@ class TreeCast:
     Parts that trees share are shared afterwards, and a tree may contain itself.
 
     Args:
-        dtype: the dtype of the casts.
+        dtype: the dtype of the casts; None: nothing is cast, and only ``originals`` are replaced.
         originals: the id of a cast part -> the caller's own object, which replaces the part in results.
         cast: a function that casts one tensor.
     """
@@ -72,7 +72,7 @@ class TreeCast:
     )
 
     def __init__(
-        self, dtype: torch.dtype, originals: dict[int, Any] | None = None, cast: TensorCast = torch.Tensor.to
+        self, dtype: torch.dtype | None, originals: dict[int, Any] | None = None, cast: TensorCast = torch.Tensor.to
     ) -> None:
         self._dtype = dtype
         self._cast = cast
@@ -88,7 +88,7 @@ class TreeCast:
         if self._originals:
             tree = self._originals.get(id(tree), tree)
         if isinstance(tree, torch.Tensor):
-            if not tree.is_floating_point() or tree.dtype is self._dtype:
+            if not tree.is_floating_point() or self._dtype is None or tree.dtype is self._dtype:
                 return tree
             cast = self._cast(tree, self._dtype)
             self._leaves.append((tree, cast, cast._version if self._by_identity and not cast.is_inference() else -1))
@@ -96,13 +96,13 @@ class TreeCast:
         if tree is None or isinstance(tree, _LEAVES):
             return tree
         if REGISTERED and (cast_object := registered_cast(type(tree))) is not None:
-            return cast_object(tree, self._dtype)
+            return tree if self._dtype is None else cast_object(tree, self._dtype)
         if isinstance(tree, tuple):
             leaves = [self(value) for value in tree]
             same = [self._is_same(new, old) for new, old in zip(leaves, tree, strict=True)]
             return tree if all(same) else _rebuilt_tuple(tree, leaves)
         if isinstance(tree, torch.fx.Proxy):
-            return tree.to(self._dtype)
+            return tree if self._dtype is None else tree.to(self._dtype)
         return self._cast_container(tree)
 
     def _cast_container(self, tree: Any) -> Any:
@@ -159,8 +159,8 @@ class TreeCast:
         """List the caller's tensors that were cast."""
         return [original for original, *_ in self._leaves]
 
-    def write_back(self, dtype: torch.dtype) -> None:
-        """Copy writes to the cast trees into the caller's trees; new parts are cast to ``dtype``."""
+    def write_back(self, dtype: torch.dtype | None) -> None:
+        """Copy writes to the cast trees into the caller's trees; new parts are cast to ``dtype``, if it is not None."""
         originals: dict[int, Any] = {}
         for original, cast, version in self._leaves:
             if version >= 0 and (cast._version == version or write_elements(original, cast, self._cast)):
@@ -177,7 +177,7 @@ class TreeCast:
                 brought_back = {key: self.back(value, dtype) for key, value in new.items()}
                 _write(visit.original, brought_back, dropped)
 
-    def back(self, tree: Any, dtype: torch.dtype) -> Any:
+    def back(self, tree: Any, dtype: torch.dtype | None) -> Any:
         """Cast a result; a part that is one of the cast trees becomes the caller's tensor or container itself."""
         return TreeCast(dtype, self._originals)(tree)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION
-from ..basics.trees import cast_tree
+from ..basics.trees import TreeCast
 from ..torch_internals import cudnn_weights
 from ..torch_internals.native_autocast import call_without_casts, device_types
 from .cast_lists import CASTS_INSIDE, Cast, CastRow
@@ -259,6 +259,8 @@ def _refused(name: str, original: Function, device: str) -> Function:
 def user_wrapper(cast: Cast, function: Function) -> Function:
     """Wrap a user's function: its arguments, nested containers included, are cast while casts are on.
 
+    What the function writes to its arguments is copied into the caller's tensors and containers. Results are not cast.
+
     A float32 function runs with casts off, because the matrix products in its body would cast to 16 bits again. A
     builtin function of torch runs with casts off, because torch's own autocast would cast its arguments again.
     """
@@ -271,11 +273,15 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
         dtype = _dtype_for(cast, args[implicit:], kwargs)
         if dtype is None:
             return function(*args, **kwargs)
-        args = (*args[:implicit], *[cast_tree(value, dtype) for value in args[implicit:]])
-        kwargs = {key: cast_tree(value, dtype) for key, value in kwargs.items()}
-        if without_casts:
-            return call_without_casts(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        cast_tree = TreeCast(dtype)
+        args = (*args[:implicit], *[cast_tree(value) for value in args[implicit:]])
+        kwargs = {key: cast_tree(value) for key, value in kwargs.items()}
+        try:
+            if without_casts:
+                return call_without_casts(function, *args, **kwargs)
+            return function(*args, **kwargs)
+        finally:
+            cast_tree.write_back(None)
 
     return user_function
 

@@ -232,6 +232,57 @@ def test_decorated_float_and_promote_functions(start_casts: StartCasts) -> None:
     assert Scorer().score(ONES) is HALF
 
 
+def write_to_arguments(x: torch.Tensor, items: list[Any], cache: dict[str, Any]) -> int:
+    """Write in every way to arguments, as caches and in-place activations do."""
+    x.clamp_(min=0)
+    items.append(items.pop(0))
+    items.append(x + 1)
+    cache["k"] = torch.cat([cache["k"], x])
+    cache["new"] = cache.pop("old")
+    return len(items)
+
+
+@pytest.mark.parametrize("way", [half_function, float_function, promote_function])
+@pytest.mark.parametrize("given", [FP32, HALF])
+def test_writes_of_a_function_to_its_arguments_reach_the_caller(
+    way: Callable[[Any], Any], given: torch.dtype, start_casts: StartCasts
+) -> None:
+    start_casts()
+    decorated = way(write_to_arguments)
+    x, first, second = (torch.tensor(values, dtype=given) for values in ([-1.0, 2.0], [0.1], [0.2]))
+    items, cache = [first, second], {"k": x.clone(), "old": first}
+    assert decorated(x, items, cache) == 3
+    assert x.dtype is given
+    assert x.tolist() == [0.0, 2.0]
+    assert [items[0] is second, items[1] is first, cache["new"] is first] == [True] * 3
+    assert items[2].tolist() == [1.0, 3.0]
+    assert cache["k"].tolist() == [-1.0, 2.0, 0.0, 2.0]
+    assert "old" not in cache
+
+
+def test_gradients_flow_through_what_a_function_writes_in_place(start_casts: StartCasts) -> None:
+    start_casts()
+    weight = torch.ones(3, requires_grad=True)
+    product = weight * 2
+    half_function(lambda x: x.mul_(3))(product)
+    product.sum().backward()
+    assert weight.grad is not None
+    assert [product.tolist(), weight.grad.tolist()] == [[6.0] * 3] * 2
+
+
+def test_writes_before_an_error_in_a_function_reach_the_caller(start_casts: StartCasts) -> None:
+    start_casts()
+
+    def fail(items: list[Any]) -> None:
+        items.append(1)
+        raise KeyError
+
+    items = [ONES]
+    with pytest.raises(KeyError):
+        half_function(fail)(items)
+    assert items == [ONES, 1]
+
+
 def test_a_static_forward_of_an_autograd_function(start_casts: StartCasts) -> None:
     start_casts()
     x = torch.full((2,), 3.0, requires_grad=True)
