@@ -77,8 +77,9 @@ def _of_session(session: Session) -> Iterator[None]:
     finally:
         session.masters.are_in_model = True
         try:
+            others = block.replace()
             for each in members:
-                each.exchange(block.narrow)
+                each.exchange(others)
                 each.narrow_states()
         finally:
             try:

@@ -5,7 +5,7 @@ average of the weights runs a block in every iteration.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, cast
@@ -36,6 +36,12 @@ from .block_parameters import BlockParameters
 from .float32_values import Float32Values
 from .shared_memory import is_16_bit
 
+_UNTIED: Final = (
+    "inside `with mpinit.float32_weights(...)` the parameter {!r} was replaced in one of the places that share it, and "
+    "not in the others: the block cannot untie them, and the replacement is dropped. Replace it in all its places, or "
+    "untie them before or after the block"
+)
+
 
 class Places:
     """The places of the 16-bit parameters and buffers of some models; searched again only after a module has changed.
@@ -53,9 +59,13 @@ class Places:
         self.tensors: dict[int, torch.Tensor] = {}
         self.rnns: WeakList[nn.RNNBase] = WeakList()
 
+    def are_as_found(self) -> bool:
+        """Return whether no module has changed since the last search."""
+        return self._seen is not None and self._seen.are_as_seen()
+
     def find(self) -> bool:
         """Search the modules, unless none of them has changed; return whether they were searched."""
-        if self._seen is not None and self._seen.are_as_seen():
+        if self.are_as_found():
             return False
         modules = list({module: None for model in self._models for module in modules_of(model)})
         self.found = []
@@ -70,6 +80,12 @@ class Places:
         self.rnns = WeakList(module for module in modules if isinstance(module, nn.RNNBase) and module in owners)
         self._seen = ModuleEntries(modules)
         return True
+
+    def present(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield the dict, the name and the tensor of all present parameters and buffers; records nothing."""
+        for module in {module: None for model in self._models for module in modules_of(model)}:
+            for each in (module._parameters, module._buffers):
+                yield from ((each, name, tensor) for name, tensor in list(each.items()))
 
 
 class Float32Block:
@@ -99,6 +115,10 @@ class Float32Block:
         self._outside: list[torch.Tensor] = []
         self._inside: list[torch.Tensor] = []
         self._carried = _Carried([], [])
+        # Tensors that the user has replaced inside of the block, and the replacements; places where such a replacement
+        # is refused.
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._refused: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         # The work that remains for exit().
         self._is_filled = self._is_carried = self._has_numbers = False
 
@@ -152,13 +172,60 @@ class Float32Block:
             found.append((tensor if values is None else values).detach().to(torch.float32, copy=True))
         return found
 
+    def replace(self) -> dict[int, torch.Tensor]:
+        """Put the 16-bit tensors back into the modules, wherever their float32 ones are now.
+
+        A tensor that the user has put into all places of a 16-bit one replaces that one, and its values count. If it
+        has another shape, or is not floating, it stays in the module.
+
+        Returns:
+            The id of each tensor to replace outside of the modules, too -> the 16-bit tensor. May be called again.
+        """
+        if not self._is_filled:
+            return self.narrow
+        are_back = replace_entries(self._dicts, self._entries, self._inside, self._outside)
+        if are_back and self._places.are_as_found():
+            self._is_filled = False
+            return self.narrow
+        self._find_replaced()
+        others = self.narrow | {id(present): tensor for tensor, present in self._replaced}
+        known = zip(self._dicts, self._entries, map(dict.get, self._dicts, self._entries), strict=True)
+        for each, name, present in (*self._places.present(), *known):
+            if id(present) in others:
+                each[name] = others[id(present)]
+        for each, name, tensor in self._refused:
+            each[name] = tensor
+        self._is_filled = False
+        return others
+
+    def _find_replaced(self) -> None:
+        """Find the 16-bit tensors that the user has replaced inside the block, and the replacements."""
+        present = {id(tensor) for _, _, tensor in self._places.present()}
+        self._replaced, self._refused = [], []
+        seen: set[int] = set()
+        for each, name, tensor in zip(self._dicts, self._entries, self._outside, strict=True):
+            new = each.get(name)
+            if id(new) in seen or id(new) in self.narrow or id(new) in self.wide or not _fits(new, tensor):
+                continue
+            if id(tensor) in seen or not present.isdisjoint((id(tensor), id(self.wide[id(tensor)]))):
+                self._refused.append((each, name, tensor))
+            else:
+                self._replaced.append((tensor, cast(torch.Tensor, new)))
+                seen.update((id(tensor), id(new)))
+
     @torch.no_grad()
     def exit(self) -> None:
-        """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again."""
-        replaced = self._remove()
-        for tensor, present in replaced:
-            self.wide[id(tensor)].copy_(present)
-        self._is_filled = False
+        """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again.
+
+        Raises:
+            RuntimeError: a parameter was replaced in some of its places; everything else was applied.
+        """
+        self.replace()
+        replaced, self._replaced = self._replaced, []
+        # All are read before one is written to, because a replacement may share its memory with another parameter.
+        values = [present.detach().to(torch.float32, copy=True) for _, present in replaced]
+        for (tensor, _), new in zip(replaced, values, strict=True):
+            self.wide[id(tensor)].copy_(new)
         if self._is_carried:
             self._is_carried = False
             self._carried.bring_back(replaced)
@@ -173,28 +240,9 @@ class Float32Block:
             self._parameters.empty()
         for rnn in self._places.rnns:
             rnn._init_flat_weights()
-
-    def _remove(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put the 16-bit tensors into their places again.
-
-        Returns:
-            The 16-bit tensors that the user has replaced inside the block, and the replacements, whose values count. A
-            replacement of another shape, or one that is not floating, stays in the module.
-        """
-        if not self._is_filled:
-            return []
-        if replace_entries(self._dicts, self._entries, self._inside, self._outside):
-            return []
-        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        places = zip(self._dicts, self._entries, self._outside, self._inside, strict=True)
-        for each, name, tensor, wide in places:
-            present = each.get(name)
-            if present is wide:
-                each[name] = tensor
-            elif present is not tensor and _fits(present, tensor):
-                replaced[id(tensor)] = tensor, cast(torch.Tensor, present)
-                each[name] = tensor
-        return list(replaced.values())
+        refused, self._refused = self._refused, []
+        if refused:
+            raise RuntimeError(_UNTIED.format(self._values.masters.names.of(refused[0][2])))
 
     def _written(self) -> list[int]:
         """Return the indices of tensors whose float32 ones have other values; with one device sync per device."""

@@ -3,6 +3,9 @@
 Below the public face: each test runs by torch's operations and by native code.
 """
 
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -410,3 +413,89 @@ def test_any_order_of_blocks_and_steps_is_that_of_one_model(actions: list[str]) 
             after = state(model)
             assert all(torch.equal(after[name], value) for name, value in expected.items()), action
         mpinit.undo(model)
+
+
+def exchange(model: nn.Module) -> None:
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
+def tie(model: nn.Module) -> None:
+    model[1].weight = model[0].weight
+
+
+def move(model: nn.Module) -> None:
+    weight = model[0].weight
+    del model[0].weight
+    model[1].register_parameter("moved", weight)
+
+
+def add_a_place(model: nn.Module) -> None:
+    model[2].extra = model[0].weight
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+
+
+STRUCTURES = (exchange, tie, move, add_a_place, parametrize)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("change", STRUCTURES)
+def test_parameters_put_into_other_places_inside_are_there_after(
+    kind: str, change: Callable[[nn.Module], None]
+) -> None:
+    changed = []
+    for is_inside in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+        own = list(model.parameters())
+        with mpinit.float32_weights(model) if is_inside else nullcontext():
+            change(model)
+        places = model.state_dict(keep_vars=True)
+        changed.append(({name: [p is each for each in own] for name, p in places.items()}, state(model)))
+        assert all(p.dtype is KINDS[kind].get("cast_model_type", own[0].dtype) for p in model.parameters())
+        assert all(map(operator.is_, optimizer.param_groups[0]["params"], own))
+        mpinit.undo(model)
+    (inside, values), (outside, expected) = changed
+    assert inside == outside
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_replacement_in_all_places_inside_shares_the_parameter(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    model[0].extra, shared = model[3].weight, model[3].weight
+    with mpinit.float32_weights(model):
+        new = nn.Parameter(model[3].weight * 2)
+        model[3].weight = model[0].extra = model[1].extra = new
+    assert model[3].weight is model[0].extra is model[1].extra is shared
+    assert torch.equal(state(model)["3.weight"], new)
+    step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_replacement_in_one_place_of_a_shared_parameter_is_refused_by_name(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    model[0].extra = shared = model[3].weight
+    before = state(model)
+    with pytest.raises(RuntimeError, match=r"0.extra"), mpinit.float32_weights(model):
+        model[3].weight = nn.Parameter(torch.zeros_like(model[3].weight))
+    assert model[3].weight is model[0].extra is shared
+    after = state(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_replacement_put_into_the_groups_inside_is_trained(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    weight = model[0].weight
+    with mpinit.float32_weights(model):
+        optimizer.param_groups[0]["params"][0] = model[0].weight = nn.Parameter(model[0].weight * 2)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight is weight
+    before = state(model)
+    step(model, optimizer, batch)
+    assert not torch.equal(state(model)["0.weight"], before["0.weight"])
