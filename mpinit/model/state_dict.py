@@ -17,7 +17,8 @@ from ..basics.modules import modules_of, own_tensors
 from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
 from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
-from ..distributed.sharding import is_sharded
+from ..distributed.sharding import is_sharded, local, sharded_as
+from ..masters.law import is_rounding, meaning
 from ..torch_internals.bulk import are_same
 from . import copies
 from .float32_values import Float32Values
@@ -45,7 +46,8 @@ class Float32State:
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
         self._outermost_load: object = None
-        self._to_load: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        # The id of a module that is being loaded -> its prefix, and the dict that torch reads its values from.
+        self._to_load: dict[int, tuple[str, dict[str, Any]]] = {}
         self._rebuilt: list[str] = []
 
     def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
@@ -173,7 +175,7 @@ class Float32State:
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any
     ) -> None:
-        """Keep the values that are about to be loaded into 16-bit tensors of one module."""
+        """Prepare for the load of one module, whose other hooks may still change ``state_dict``."""
         if self._values is None:
             return
         # torch passes one list of errors through all modules of a load_state_dict: a new list is a new call.
@@ -185,25 +187,21 @@ class Float32State:
             self._values.apply_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)
-        to_load = {
-            name: state_dict[prefix + name]
-            for name, tensor in own_tensors(module)
-            if is_lower_precision(tensor.dtype) and isinstance(state_dict.get(prefix + name), torch.Tensor)
-        }
-        self._to_load[id(module)] = prefix, to_load
+        self._to_load[id(module)] = prefix, state_dict
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Record the float32 values that were loaded into one module, for every tensor that they fit."""
         prefix, loaded = self._to_load.pop(id(module), ("", {}))
-        tensors = dict(own_tensors(module)) if loaded else {}
-        for name, value in loaded.items():
-            tensor = tensors.get(name)
-            if tensor is None or self._values is None or tensor.shape != value.shape:
+        for name, tensor in own_tensors(module):
+            value = loaded.get(prefix + name)
+            if self._values is None or not is_lower_precision(tensor.dtype) or not isinstance(value, torch.Tensor):
+                continue
+            if tensor.shape != value.shape:
                 continue
             # The value is the tensor itself: torch completes a partial state with these. It may have written to shards.
             if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
                 continue
-            if self._values.load(tensor, value) and is_lower_precision(value.dtype):
+            if self._values.load(tensor, _with_later_writes(tensor, value)) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
         # The outermost module is the last, and warns once for all modules.
         if not self._to_load:
@@ -298,6 +296,23 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
             f"{asked} would replace tensors that mpinit.initialize has cast and an optimizer may have masters of; "
             f"{instead}, or load before mpinit.initialize"
         )
+
+
+@torch.no_grad()
+def _with_later_writes(tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of a tensor that was loaded, by the law of masters.
+
+    A hook, or the module's own ``_load_from_state_dict``, may have written to the tensor after torch had copied
+    ``loaded`` to it.
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return loaded
+    wide = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(loaded)
+    present, values = local(tensor), local(wide)
+    # A sharded value is not compared: ranks would differ in whether they redistribute it.
+    if not is_sharded(tensor) and bool(is_rounding(present, values).all()):
+        return loaded
+    return sharded_as(meaning(present, values), tensor)
 
 
 def _is_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -217,6 +217,59 @@ def test_a_module_that_loads_in_its_own_way_writes_to_its_weight(kind: str) -> N
     assert torch.equal(master_of(model, "1.weight").to(loaded.dtype), loaded)
 
 
+def double(layer: nn.Module) -> None:
+    layer.weight.detach().mul_(2)
+
+
+class DoubledOnLoad(nn.Linear):
+    """A layer that changes its weight after the weight was loaded."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        double(self)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("way", ["override", "hook"])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_weight_that_a_module_changes_while_it_is_loaded_keeps_the_change(kind: str, way: str, trains: bool) -> None:
+    """Load a model with a layer that doubles its weight in a hook of its own, or in ``_load_from_state_dict``."""
+    layer = (DoubledOnLoad if way == "override" else nn.Linear)(4, 4)
+    if way == "hook":
+        layer.register_load_state_dict_post_hook(lambda module, keys: double(module))
+    layer.weight.requires_grad_(trains)
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **MASTERS[kind])
+    state = noise(model)
+    model.load_state_dict(state)
+    after = model.state_dict()
+    assert torch.equal(after["0.weight"], layer.weight.float()), "a written number has no lower bits"
+    torch.testing.assert_close(after["0.weight"], 2 * state["0.weight"], rtol=2**-8, atol=0)
+    assert torch.equal(after["1.weight"], state["1.weight"])
+
+
+@pytest.mark.parametrize("change", ["another value", "another name"])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_load_pre_hook_of_a_layer_that_came_last_decides_what_is_loaded(kind: str, change: str) -> None:
+    """Register hooks after ``initialize``: they scale an entry, or rename an old checkpoint's."""
+    _, model, _ = trained(kind)
+
+    def upgrade(layer: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        state[prefix + "weight"] = (
+            state.pop(prefix + "old") if change == "another name" else state[prefix + "weight"] * 3
+        )
+
+    model.head.register_load_state_dict_pre_hook(upgrade)
+    state = noise(model)
+    expected = state["head.weight"].clone()
+    if change == "another name":
+        state["head.old"] = state.pop("head.weight")
+    else:
+        expected *= 3
+    model.load_state_dict(state)
+    assert torch.equal(model.state_dict()["head.weight"], expected)
+
+
 @pytest.mark.parametrize("kind", MASTERS)
 @pytest.mark.parametrize("into", ["attribute", "insert", "nested"])
 def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str) -> None:
