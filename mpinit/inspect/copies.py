@@ -18,12 +18,24 @@ from .. import checks, registry
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import Undo, UndoStack
+from ..basics.trees import tensors_in
 from ..model.forward import unpatch_copy
 from ..plan import make_plan
 from ..session import Request, Session
 from ..settings.properties import Properties
 from ..settings.resolve import Settings
 from ..torch_internals.native_autocast import device_types
+
+
+def inside_wrappers(model: nn.Module) -> nn.Module:
+    """Return the module inside of torch.compile and DistributedDataParallel: a copy needs no graphs and no ranks."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def plain_copy(model: nn.Module, advice: str) -> nn.Module:
@@ -37,6 +49,23 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
         ) from error
     unpatch_copy(clone)
     return clone
+
+
+def copied_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the arguments of a call, because a forward may write to its inputs.
+
+    Raises:
+        ValueError: an argument cannot be copied.
+    """
+    tensors = tensors_in((args, kwargs))
+    memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
+    try:
+        return copy.deepcopy((args, kwargs), memo)
+    except Exception as error:
+        raise ValueError(
+            f"the inputs cannot be copied ({type(error).__name__}: {error}), and only copies are passed to the model: "
+            "pass tensors, or containers of tensors"
+        ) from error
 
 
 def float32_copy(model: nn.Module) -> nn.Module:
@@ -92,6 +121,27 @@ def at_level(
         yield session
     finally:
         session.undo()
+
+
+@contextmanager
+def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Iterator[Session]:
+    """Initialise a copy of a model with the configuration of the model's session inside the block."""
+    copies = dict(zip(model.modules(), copied.modules(), strict=True))
+    # Gradients of weights with masters are float32. SGD replaces the optimizers: any makes masters. Weights keep their
+    # masters where the optimizer was freed.
+    stepped: set[torch.Tensor] = {master.weight for master in session.masters}
+    for each in session.optimizers:
+        stepped.update(session.managed.find(each).parameters())
+    pairs = zip(model.parameters(), copied.parameters(), strict=True)
+    trained = [parameter for original, parameter in pairs if original in stepped]
+    optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
+    models = [copies[each] for each in session.models if each in copies]
+    with at_level(models, optimizers, session.opt_level, session.properties, check=False) as applied:
+        state = applied.managed.shared.kept
+        state.keep_modules([copies[each] for each in session.managed.shared.kept.modules if each in copies])
+        # One run shows nothing that a later one could use.
+        state.end()
+        yield applied
 
 
 @contextmanager

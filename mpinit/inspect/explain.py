@@ -1,19 +1,25 @@
 """``mpinit.explain``: the dtypes of the operations in one run of a model, and the reasons."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.trees import tensors_in
 from ..session import Session
 from ..settings.resolve import resolve
-from .copies import at_level, kept_from_running, plain_copy, same_random_numbers
+from .copies import (
+    as_initialized,
+    at_level,
+    copied_inputs,
+    inside_wrappers,
+    kept_from_running,
+    plain_copy,
+    same_random_numbers,
+)
 from .precision_report import PrecisionReport, Recording
 
 Loss = Callable[[Any], torch.Tensor]
@@ -32,8 +38,8 @@ def explain(
     those that step an optimizer in the backward pass, are not copied and do not run.
 
     Args:
-        model: a module, initialised or not. Of a compiled module, the module inside is run. Pass a whole initialised
-            model, not a part of it.
+        model: a module, initialised or not. Of a compiled module, and of a DistributedDataParallel, the module inside
+            runs. Pass a whole initialised model, not a part of it.
         args, kwargs: the arguments of the call, with any shapes and dtypes that the model accepts.
         loss: a function from the output to a 0-dimensional loss, for the backward pass too. Default None: forward only.
         opt_level: "O0" to "O5", only for a model that is not initialised. Default None: the model runs without casts
@@ -56,17 +62,17 @@ def explain(
         torch.float32
     """
     _check(model, loss, opt_level)
-    model = getattr(model, "_orig_mod", model)  # a compiled model: copy the model inside
+    model = inside_wrappers(model)
     session = registry.of(model)
     with same_random_numbers():
-        twin, args, kwargs = _copied(model, args, kwargs)
+        copied, (args, kwargs) = plain_copy(model, "explain the part that can be copied"), copied_inputs(args, kwargs)
         with (
-            _at_level(model, session, twin, opt_level) as in_force,
+            _at_level(model, session, copied, opt_level) as in_force,
             kept_from_running(model, "mpinit.explain", _ADVICE),
         ):
-            recording = Recording(twin, in_force)
+            recording = Recording(copied, in_force)
             with recording.trace:
-                _run(twin, args, kwargs, loss)
+                _run(copied, args, kwargs, loss)
     return PrecisionReport(
         model=type(model).__name__, level=in_force.opt_level if in_force is not None else "", rows=recording.rows()
     )
@@ -88,35 +94,16 @@ def _check(model: Any, loss: Any, opt_level: Any) -> None:
         raise ValueError(f"{lazy!r} is not initialised yet (a lazy module): run one forward pass on example data first")
 
 
-def _copied(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    tensors = tensors_in((args, kwargs))
-    memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
-    return plain_copy(model, "explain the part that can be copied"), *copy.deepcopy((args, kwargs), memo)
-
-
 @contextmanager
 def _at_level(
-    model: nn.Module, session: Session | None, twin: nn.Module, opt_level: str | None
+    model: nn.Module, session: Session | None, copied: nn.Module, opt_level: str | None
 ) -> Iterator[Session | None]:
     """Initialise the copy with the model's configuration, or at a level."""
     if session is not None:
-        level, properties = session.opt_level, session.properties
-        copies = dict(zip(model.modules(), twin.modules(), strict=True))
-        # Gradients of weights with masters are float32. SGD replaces the optimizers: any makes masters. Weights
-        # keep their masters where the optimizer was freed.
-        stepped: set[torch.Tensor] = {master.weight for master in session.masters}
-        for each in session.optimizers:
-            stepped.update(session.managed.find(each).parameters())
-        pairs = zip(model.parameters(), twin.parameters(), strict=True)
-        trained = [copied for original, copied in pairs if original in stepped]
-        optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
-        models = [copies[each] for each in session.models if each in copies]
-        with at_level(models, optimizers, level, properties, check=False) as applied:
+        with as_initialized(model, session, copied) as applied:
             yield applied
     elif opt_level is not None:
-        with at_level([twin], [], *resolve(opt_level, {})) as applied:
+        with at_level([copied], [], *resolve(opt_level, {})) as applied:
             yield applied
     else:
         yield None

@@ -1,8 +1,9 @@
 """``mpinit.fidelity``: compares a model's forward in training with that of the 16-bit model that will be served."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -10,10 +11,14 @@ from torch import nn
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
+from ..distributed.sharding import is_sharded
 from ..torch_internals.native_autocast import CastsOff
-from .copies import plain_copy, same_random_numbers
+from .copies import as_initialized, copied_inputs, inside_wrappers, kept_from_running, plain_copy, same_random_numbers
 from .numbers import floating_tensors
 from .trace import ModelTrace
+
+_ADVICE: Final = "pass served=, a plain model in 16 bit that was loaded from the checkpoint"
+_ALONE: Final = "let its forward run nothing but the modules of self"
 
 
 @final
@@ -63,13 +68,16 @@ def fidelity(
 ) -> Fidelity:
     """Compare a model's forward in training with that of the plain 16-bit model that will be served.
 
-    The model runs in evaluation mode with its session's casts; without a session, with the casts that are on. Then a
-    copy without mpinit runs, entirely in the session's 16-bit dtype, as a server loads a checkpoint. At O2 and O5 the
+    The model runs in evaluation mode with its session's casts; without a session, with the casts that are on. Then it
+    runs without mpinit, entirely in the session's 16-bit dtype, as a server loads a checkpoint. At O2 and O5 the
     two are equal, bit for bit, unless modules are kept in float32. With float32 weights and casts of functions (O1,
-    ``torch.autocast``) they differ. Modes, weights, buffers and random numbers do not change.
+    ``torch.autocast``) they differ. Copies of the model run, on copies of the inputs: modes, weights, buffers,
+    attributes, inputs and random numbers do not change. A model that cannot be copied, such as FSDP2's, runs itself,
+    and its modes and buffers are restored.
 
     Args:
-        model: a module, initialised or not. Of a compiled module, the module inside runs.
+        model: a module, initialised or not. Of a compiled module, and of a DistributedDataParallel, the module inside
+            runs.
         inputs, keywords: the arguments of the call. The copy receives floating tensors in its own dtype.
         served: the served model, such as one loaded from a checkpoint. Required for a model that cannot be copied, such
             as FSDP2's. Default None: a copy of ``model``.
@@ -94,16 +102,18 @@ def fidelity(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fidelity needs a module and its inputs, not {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)
+    model = inside_wrappers(model)
     session = registry.of(model)
     dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
-    plain = _served(model, dtype) if served is None else served
-    dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
     with same_random_numbers() as restore:
-        trained, seen = _run(model, inputs, keywords)
+        # Made first, because it refuses a model that cannot be copied.
+        plain = nullcontext(_served(model, dtype)) if served is None else _to_run(served)
+        with _to_run(model) as copied:
+            trained, seen = _run(copied, *copied_inputs(inputs, keywords))
         restore()
-        with CastsOff():
-            expected, known = _run(plain, *cast_tree((inputs, keywords), dtype))
+        with CastsOff(), plain as copied:
+            dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), dtype)
+            expected, known = _run(copied, *cast_tree(copied_inputs(inputs, keywords), dtype))
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
     if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
@@ -125,13 +135,64 @@ def fidelity(
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Make a copy as a server loads it: 16-bit weights as in a 16-bit checkpoint, and all others cast."""
-    plain = plain_copy(model, "pass served=, a plain model in 16 bit that was loaded from the checkpoint")
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+    plain = plain_copy(model, _ADVICE)
+    own = dict(_tensors(model))
+    for name, tensor in _tensors(plain):
         if tensor.is_floating_point():
             own_values = own[name].detach()
             tensor.data = own_values.clone() if own_values.dtype == dtype else cast_within_range(tensor.detach(), dtype)
-    return plain
+    return plain.eval()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextmanager
+def _to_run(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy of a model in evaluation mode, initialised as the model is, with the same bits in its tensors.
+
+    A model that cannot be copied, such as FSDP2's, is yielded itself, and its modes and buffers are restored.
+    """
+    session = registry.of(model)
+    try:
+        copied = plain_copy(model, _ADVICE)
+    except ValueError:
+        with _restored(model):
+            yield model
+        return
+    with nullcontext() if session is None else as_initialized(model, session, copied):
+        own = {} if session is None else dict(_tensors(model))
+        for name, tensor in _tensors(copied):
+            # A cast may clamp or round to other bits than those that steps and writes have made since.
+            if name in own and tensor.dtype == own[name].dtype and not is_sharded(tensor):
+                tensor.copy_(own[name])
+        with kept_from_running(model, "mpinit.fidelity", _ALONE):
+            yield copied.eval()
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Run a model itself in evaluation mode inside the block, and restore its modes and buffers."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in modes
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    # Not eval(), which may merge weights (LoRA) that train() would have to separate again.
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for own, name, buffer, values in buffers:
+            own[name] = buffer
+            buffer.copy_(values)
 
 
 def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
@@ -147,14 +208,8 @@ def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[An
         # Cloned, because a later operation may write to it.
         results[name] = [tensor.clone() for tensor in floating_tensors(output)]
 
-    trained = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with ModelTrace(model, None, lambda *_: None, ended):
-            return model(*inputs, **keywords), results
-    finally:
-        for module in trained:
-            module.training = True
+    with ModelTrace(model, None, lambda *_: None, ended):
+        return model(*inputs, **keywords), results
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import log
 from ..basics.modules import modules_of, own_tensors
+from ..basics.weak_references import WeakList
 from ..distributed.sharding import is_sharded, set_data
 from .boundary import Boundary, ForwardGuard
 from .float32_values import Float32Values
@@ -38,12 +39,14 @@ class KeptState:
         values: the float32 values of their tensors.
         written: the record of writes by forwards; None when forwards are no longer watched.
         names: the names of the modules that are kept in float32.
+        modules: these modules.
     """
 
     models: Sequence[nn.Module]
     values: Float32Values
     written: WrittenState | None = None
     names: list[str] = field(default_factory=list)
+    modules: WeakList[nn.Module] = field(default_factory=WeakList)
     _step: int = 0
     _warned: set[str] = field(default_factory=set)
     _boundaries: tuple[Boundary, Boundary] | None = None
@@ -94,6 +97,20 @@ class KeptState:
             self.end()
 
     @torch.no_grad()
+    def keep_modules(self, tops: Sequence[nn.Module]) -> None:
+        """Keep modules in float32 from now on, with all of their submodules."""
+        if not tops or self._boundaries is None:
+            return
+        inside = {part for top in tops for part in modules_of(top)}
+        for top in tops:
+            self._keep_module(top, *self._boundaries)
+            self.modules.append(top)
+        for part in (each for model in self.models for each in modules_of(model)):
+            for forward in filter(None, map(patched_forward, vars(part).values())):
+                if forward.weights is not None and forward.weights.dtype is not torch.float32:
+                    forward.weights.exclude(inside)
+
+    @torch.no_grad()
     def _keep(self, places: Sequence[Place], written: WrittenState) -> None:
         if not places or self._boundaries is None:
             return
@@ -101,13 +118,8 @@ class KeptState:
         owners = dict.fromkeys(module for place in places if (module := place.module) is not None)
         tops = tree.topmost([module for module in owners if tree.can_be_kept(module)])
         inside = {part for top in tops for part in modules_of(top)}
-        for top in tops:
-            self._keep_module(top, *self._boundaries)
         if tops:
-            for part in tree.names:
-                for forward in filter(None, map(patched_forward, vars(part).values())):
-                    if forward.weights is not None and forward.weights.dtype is not torch.float32:
-                        forward.weights.exclude(inside)
+            self.keep_modules(tops)
             names = [tree.names[top] for top in tops]
             self.names += names
             written.places[:] = [place for place in written.places if place.module not in inside]

@@ -263,3 +263,13 @@ def test_keywords_that_differ_end_a_launch_on_all_ranks(tmp_path: Path) -> None:
         waited, text = error.read_text(encoding="utf-8").split(" ", 1)
         assert "loss_scale is 128.0 on rank 0 and 256.0 on rank 1" in text
         assert float(waited) < 15
+
+
+@ranks(1)
+def test_reports_run_a_copy_of_the_model_inside_ddp() -> None:
+    model = CASE.build()
+    optimizer = sgd_of(model)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    wrapped, (x, _) = DistributedDataParallel(model), CASE.batches(1)[0]
+    assert mpinit.fidelity(wrapped, x) and mpinit.fidelity(wrapped, x).first_module is None
+    assert mpinit.explain(wrapped, x).rows == mpinit.explain(model, x).rows

@@ -140,3 +140,105 @@ def test_fidelity_refuses_wrong_arguments() -> None:
     model.lock = (lambda: (yield))()
     with pytest.raises(ValueError, match=r"cannot be copied.*served="):
         mpinit.fidelity(model, torch.ones(1, 2))
+
+
+class MergedInEvaluation(nn.Linear):
+    """A LoRA layer as loralib has it: ``train`` merges the adapter into the weight, and separates it again."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.down, self.up = nn.Parameter(torch.randn(4, 8) * 0.3), nn.Parameter(torch.randn(8, 4) * 0.3)
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> "MergedInEvaluation":
+        super().train(mode)
+        if mode is self.is_merged:
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return y if self.is_merged else y + (x @ self.down.T) @ self.up.T
+
+
+class Writing(nn.Module):
+    """A forward that writes to buffers, attributes, a generator and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls: list[int] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
+        self.calls.append(1)
+        return self.linear(x) + torch.randn(8, generator=self.generator).to(self.linear.weight.dtype)
+
+
+@pytest.mark.parametrize("way", ["O2", "O5", "split", "model"])
+def test_weights_that_evaluation_mode_merges_stay_separate(way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(MergedInEvaluation(), nn.Linear(8, 4))
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **WAYS[way])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = mpinit.fidelity(model, torch.randn(2, 8))
+    assert found or way == "model", str(found)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training and model[0].training and not model[0].is_merged
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_state_attributes_and_inputs_that_the_forward_writes_do_not_change(is_served: bool) -> None:
+    model, served = Writing(), Writing()
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    x = torch.zeros(2, 8)
+    generator = model.generator.get_state()
+    served.load_state_dict(model.state_dict())
+    found = mpinit.fidelity(model, x, served=served.bfloat16() if is_served else None)
+    assert found and not x.any(), str(found)
+    for each in (model, served):
+        assert not each.mean.any() and each.calls == [] and torch.equal(each.generator.get_state(), generator)
+
+
+def test_model_that_cannot_be_copied_runs_itself_without_eval() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(MergedInEvaluation(), nn.BatchNorm1d(8), Writing()).train()
+    model[1].eval()
+    served = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.lock = (lambda: (yield))()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mpinit.fidelity(model, torch.randn(2, 8), served=served)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [each.training for each in model] == [True, False, True] and not model[0].is_merged
+
+
+class Counting(nn.Module):
+    """A part whose forward counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x * 1.3).exp()
+
+
+def test_part_that_is_kept_in_float32_since_the_first_step_is_compared_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    x = torch.randn(2, 8)
+    assert "float32" not in _dtypes_in(mpinit.explain(model, x), "1")
+    iterate(model(x).sum(), optimizer)
+    assert model[1].calls.dtype == torch.float32
+    assert "float32" in _dtypes_in(mpinit.explain(model, x), "1")
+    assert mpinit.fidelity(model, x).first_module == "1"
+
+
+def _dtypes_in(report: Any, module: str) -> set[str]:
+    return {dtype for row in report.rows if row.module == module and row.op == "mul" for dtype in row.inputs}
