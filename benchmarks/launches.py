@@ -103,8 +103,9 @@ def loops() -> dict[tuple[str, str], list[Counts]]:
     for extra in LOOP_EXTRAS:
         for key in LOOP_LEVELS:
             level = LEVELS[key]
-            names = [f"{level.by_hand}+{EXTRAS[extra].counterpart or extra}", *(f"{o}+{extra}" for o in level.ours)]
-            found[extra, key] = [counted_loop(name) for name in names]
+            by_hand = f"{level.by_hand}+{EXTRAS[extra].counterpart or extra}"
+            ours = [f"{way}+{extra}" for way in level.ours if level.measures(way, extra)]
+            found[extra, key] = [counted_loop(name) for name in (by_hand, *ours)]
     return found
 
 

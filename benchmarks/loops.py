@@ -60,6 +60,7 @@ class Extra:
         by_hand: for the hand-written loop.
         with_mpinit: for mpinit.
         counterpart: the extra of the hand-written loop that this one is compared with; empty: the same one.
+        needs_full_masters: whether it is not measured with split masters.
     """
 
     title: str
@@ -67,6 +68,7 @@ class Extra:
     by_hand: Callable[[HandWritten], Work]
     with_mpinit: Callable[[Mpinit], Work]
     counterpart: str = ""
+    needs_full_masters: bool = False
 
     def work(self, contender: Contender) -> Work:
         """Return the work for a contender."""
@@ -163,6 +165,10 @@ def _average_mpinit(contender: Mpinit) -> Work:
     return Work(after_step=average, made=work.made)
 
 
+def _average_masters(contender: Mpinit) -> Work:
+    return _average(lambda: contender.mpinit.master_params(contender.optimizer))
+
+
 def _accumulate(_: Contender) -> Work:
     return Work(backward_passes=ACCUMULATED)
 
@@ -223,7 +229,17 @@ EXTRAS: Final[Mapping[str, Extra]] = {
     "clip_mpinit": Extra("mpinit.clip_grad_norm_(optimizer)", _clip_plain, _clip_by_hand, _clip_mpinit, "clip_model"),
     "scheduler": Extra("a learning rate scheduler", _schedule_plain, _schedule_by_hand, _schedule_mpinit),
     "zero_grad": Extra("zero_grad(set_to_none=False)", _zero_gradients, _zero_gradients, _zero_gradients),
-    "ema": Extra("an average of the weights, each step", _average_plain, _average_by_hand, _average_mpinit),
+    "ema": Extra(
+        "an average of the weights, each step: float32_weights", _average_plain, _average_by_hand, _average_mpinit
+    ),
+    "ema_masters": Extra(
+        "an average of master_params(optimizer), each step",
+        _average_plain,
+        _average_by_hand,
+        _average_masters,
+        counterpart="ema",
+        needs_full_masters=True,
+    ),
     "accumulation": Extra(f"{ACCUMULATED} backward passes a step", _accumulate, _accumulate_by_hand, _accumulate),
     "checkpoint": _checkpoint(50),
     "checkpoint_10": _checkpoint(10),
@@ -289,14 +305,23 @@ class Level:
         others = [self.by_hand, *([self.amp] if has_network and self.amp else [])]
         counterparts = dict.fromkeys(EXTRAS[extra].counterpart or extra for extra in extras)
         names = [f"{way}+{extra}" for way in others for extra in counterparts]
-        return (*names, *(f"{way}+{extra}" for way in self.ours for extra in extras))
+        measured = [(way, extra) for way in self.ours for extra in extras if self.measures(way, extra)]
+        return (*names, *(f"{way}+{extra}" for way, extra in measured))
+
+    def measures(self, way: str, extra: str) -> bool:
+        """Return whether a contender with mpinit is measured with an extra."""
+        return not (EXTRAS[extra].needs_full_masters and way == SPLIT)
 
 
+# The contender with split masters, of which master_params() yields the 16-bit weights.
+SPLIT: Final = "o2_split"
 _EXTRAS: Final = ("scheduler", "zero_grad", "ema", "accumulation", "checkpoint")
+# Extras that are measured together with another one.
+_BESIDE: Final = {"ema": ("ema_masters",)}
 LEVELS: Final[Mapping[str, Level]] = {
     "o2_static": Level("O2, scale 128", "hand_static", ("o2_static",)),
     "o2": Level("O2", "hand_fp16", ("o2_fp16",), "amp_fp16", _EXTRAS),
-    "o5": Level("O5", "hand_bf16", ("o2_bf16", "o2_split"), "amp_bf16", _EXTRAS),
+    "o5": Level("O5", "hand_bf16", ("o2_bf16", SPLIT), "amp_bf16", _EXTRAS),
 }
 # task -> extras that are measured in place of others: 50 steps of the larger task would last seconds.
 TASKS_OF_LOOPS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -319,7 +344,7 @@ def loop_rows() -> dict[str, LoopRow]:
     found = {}
     for task, others in TASKS_OF_LOOPS.items():
         for name, level in LEVELS.items():
-            groups = {"clip": ("none", *CLIPPING), **{extra: (others.get(extra, extra),) for extra in level.extras}}
+            groups = {"clip": ("none", *CLIPPING), **{e: (others.get(e, e), *_BESIDE.get(e, ())) for e in level.extras}}
             for group, extras in groups.items():
                 found[f"loops_{task.removesuffix('_adamw')}_{name}_{group}"] = LoopRow(task, level, extras)
     return found
