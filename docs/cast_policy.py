@@ -91,7 +91,8 @@ in float16 and bfloat16.
 - Wrappers cast while torch's autocast flag of the tensor's device is on. So they also cast inside your own
   `torch.autocast` block, while a session with O1 is live.
 - Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of a forward they
-  are not cached. If a forward changes a weight in place between two uses, the cache has the old value.
+  are not cached. A step of an initialised optimizer inside a forward or an entry point drops the cache. If a forward
+  changes a weight in place itself, the cache has the old value.
 - All sessions share torch's namespaces. With several live sessions the stricter `cast_policy` and the wider
   `allow_banned` apply to all. The undo of the last session removes all wrappers.
 
@@ -104,6 +105,8 @@ Use `register_half_function(module, name)`, `register_float_function` or `regist
 - A half function's body runs with casts on, a float function's with casts off. A builtin function of torch runs with
   casts off, so that a registration overrides the device's own list too.
 - Weights that are passed to a half function are cast at each call.
+- In-place writes of a function to its arguments, tensors, lists and dicts, reach the caller's own. New entries have the
+  dtype that the function computed.
 - Code that ran `from module import name` before the registration calls the function without casts. The registration
   warns if it finds such a name.
 - The same applies to torch's own functions: code that ran `from torch import exp` before `initialize` calls `exp`
