@@ -52,7 +52,7 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
 class TreeCast:
     """The casts of several trees of one call, such as a model's arguments, and the reverse casts for its results.
 
-    Parts that trees share are shared afterwards, and a tree may contain itself.
+    A container, tensor or other object that occurs twice is cast once. Cycles are allowed.
 
     Args:
         dtype: the dtype of the casts; None: nothing is cast, and only ``originals`` are replaced.
@@ -63,6 +63,7 @@ class TreeCast:
     __slots__ = (
         "_by_identity",
         "_cast",
+        "_casts",
         "_dtype",
         "_is_same",
         "_leaves",
@@ -79,6 +80,8 @@ class TreeCast:
         # Compiled code cannot read an object's id or a tensor's version.
         self._by_identity = not torch.compiler.is_compiling()
         self._seen: dict[int, _Visit] = {}
+        # The id of each object that is cast as a whole -> it, which keeps the id valid, and its cast.
+        self._casts: dict[int, tuple[Any, Any]] = {}
         self._leaves: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._is_same: Callable[[Any, Any], bool] = operator.is_ if self._by_identity else _is_same
         self._walked: list[tuple[_Visit, dict[Any, Any]]] = []
@@ -87,23 +90,39 @@ class TreeCast:
     def __call__(self, tree: Any) -> Any:
         if self._originals:
             tree = self._originals.get(id(tree), tree)
+        if self._casts:  # empty in compiled code
+            known = self._casts.get(id(tree))
+            if known is not None:
+                return known[1]
         if isinstance(tree, torch.Tensor):
             if not tree.is_floating_point() or self._dtype is None or tree.dtype is self._dtype:
                 return tree
-            cast = self._cast(tree, self._dtype)
-            self._leaves.append((tree, cast, cast._version if self._by_identity and not cast.is_inference() else -1))
-            return cast
+            return self._cast_tensor(tree, self._dtype)
         if tree is None or isinstance(tree, _LEAVES):
             return tree
         if REGISTERED and (cast_object := registered_cast(type(tree))) is not None:
-            return tree if self._dtype is None else cast_object(tree, self._dtype)
+            return tree if self._dtype is None else self._remember(tree, cast_object(tree, self._dtype))
         if isinstance(tree, tuple):
             leaves = [self(value) for value in tree]
             same = [self._is_same(new, old) for new, old in zip(leaves, tree, strict=True)]
-            return tree if all(same) else _rebuilt_tuple(tree, leaves)
+            return tree if all(same) else self._remember(tree, _rebuilt_tuple(tree, leaves))
         if isinstance(tree, torch.fx.Proxy):
             return tree if self._dtype is None else tree.to(self._dtype)
         return self._cast_container(tree)
+
+    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        if not self._by_identity:
+            for original, known, _ in self._leaves:
+                if original is tensor:
+                    return known
+        cast = self._cast(tensor, dtype)
+        is_counted = self._by_identity and not cast.is_inference()
+        self._leaves.append((tensor, cast, cast._version if is_counted else -1))
+        return self._remember(tensor, cast)
+
+    def _remember(self, part: Any, cast: Any) -> Any:
+        """Return the cast of a part for all its occurrences; a cycle may have led to the part, and cast it, already."""
+        return self._casts.setdefault(id(part), (part, cast))[1] if self._by_identity else cast
 
     def _cast_container(self, tree: Any) -> Any:
         is_walked = isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)

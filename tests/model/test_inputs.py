@@ -243,6 +243,52 @@ def test_gradients_flow_through_what_was_written() -> None:
     assert model.linear.bias.grad is not None
 
 
+def which_are_one(linear: nn.Module, first: Any, second: Any) -> tuple[Any, ...]:
+    """Return which arguments are one object, as a layer asks that attends to itself or to another sequence."""
+    del linear
+    return (first is second, first, second)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: [x], lambda x: (x, 1), lambda x: {"x": x}], ids=["tensor", "list", "tuple", "dict"]
+)
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_one_argument_passed_twice_is_one_object_in_forward(level: str, wrap: Callable[[Tensor], Any]) -> None:
+    model, value = at_o2(which_are_one, level=level), wrap(X.clone())
+    assert model(value, value)[0] is True
+    assert model(value, wrap(X.clone()))[0] is False
+    first, second = model(value, value)[1:]
+    assert first is second
+
+
+def test_one_tensor_in_two_places_is_written_to_through_both() -> None:
+    def run(linear: nn.Module, batch: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        batch["a"].add_(1)
+        output = linear(batch["b"])
+        return output - x, output
+
+    x = torch.zeros(1, 2)
+    difference, output = at_o2(run)({"a": x, "b": x}, x)
+    assert [difference.tolist(), output.tolist(), x.tolist()] == [[[0.0, 0.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
+
+
+def test_one_result_returned_twice_is_one_tensor() -> None:
+    def run(linear: nn.Module, x: Tensor) -> Any:
+        output = linear(x)
+        return output, {"again": output}
+
+    output, more = at_o2(run)(X)
+    assert output is more["again"]
+
+
+def test_compiled_code_passes_one_argument_twice_as_one() -> None:
+    model = at_o2(lambda linear, q, k: linear(q) * (1 if q is k else 2), level="O5")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = torch.ones(1, 2)
+    assert compiled(x, x).tolist() == [[1.0, 1.0]]
+    assert compiled(x, x.clone()).tolist() == [[2.0, 2.0]]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_writes_back_too(backend: str) -> None:
     def forward(linear: nn.Module, box: dict[str, Any], items: list[Any]) -> Tensor:
