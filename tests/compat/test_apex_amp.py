@@ -204,3 +204,16 @@ def test_a_bad_state_changes_no_scaler(state: Any) -> None:
     face.load_state_dict({f"loss_scaler{index}": good for index in range(3)})
     assert [scale["loss_scale"] for scale in face.state_dict().values()] == [8.0, 8.0]
     assert mpinit.loss_scale(optimizers[0]) == 8.0
+
+
+def test_live_session_keeps_its_scalers_if_another_model_is_disabled() -> None:
+    model = linear(0)
+    optimizer = sgd(model)
+    face.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    face.initialize(linear(1), enabled=False)
+    assert dict(face.state_dict()) == dict(mpinit.state_dict(optimizer))
+    face.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 1}})
+    assert mpinit.loss_scale(optimizer) == 32.0
+    mpinit.undo(model)
+    assert face.state_dict() == {}
+    face.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 1}})

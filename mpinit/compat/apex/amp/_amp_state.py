@@ -45,6 +45,11 @@ class AmpState:
         self.disabled = False
 
     @property
+    def has_no_scalers(self) -> bool:
+        """Return whether amp is disabled and no earlier session is live; a live one goes on with its scalers."""
+        return self.disabled and not _core.live_sessions()
+
+    @property
     def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers of the latest session that trains, readable and writable; one for each loss."""
         return [LossScaler(scaler) for scaler in training_session().scalers]

@@ -137,10 +137,10 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
         destination: a mapping to fill and return. Default None: a new one.
 
     Returns:
-        The state; empty if amp is disabled.
+        The state; empty if amp is disabled, and no model or optimizer was initialised before.
     """
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
-    if not _amp_state.disabled:
+    if not _amp_state.has_no_scalers:
         for index, scaler in enumerate(_amp_state.loss_scalers):
             saved[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return saved
@@ -155,7 +155,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: it has other keys, or a scaler's state is not valid.
     """
-    if _amp_state.disabled:
+    if _amp_state.has_no_scalers:
         return
     session = training_session()
     saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
