@@ -55,8 +55,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         _log_ignored_once(tuple(name for name, value in ignored.items() if value not in (None, False, 1)))
         if not gradient_average:
             raise ValueError(
-                "gradient_average=False: torch's DistributedDataParallel averages gradients over processes; omit it "
-                "out, and multiply the loss by torch.distributed.get_world_size() for their sum"
+                "gradient_average=False: torch's DistributedDataParallel averages gradients over processes: omit it, "
+                "and multiply the loss by torch.distributed.get_world_size() for their sum"
             )
         element = max((p.element_size() for p in module.parameters()), default=4)
         megabytes = max(message_size * element / 2**20, 1e-3)
