@@ -32,6 +32,9 @@ _PER_PARAMETER: Final = (
 _KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}
 # Methods that a subclass may override: none changes the step, which is compared by itself.
 _BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
+# The attribute by which a subclass of an optimizer of torch declares that it overrides more than these, and that each
+# parameter is still updated by itself. It says nothing of classes derived from it.
+_OVERRIDES: Final = "overrides_update_each_parameter"
 # Folders of functions that may be a step or wrap one: torch (optimizers, schedulers, dynamo) and this folder.
 _TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
 
@@ -40,7 +43,7 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to update each parameter by itself, with every option."""
     if getattr(optimizer, "steps_per_parameter", False):
         return True
-    return is_known(optimizer) and _steps_as_its_class(optimizer)
+    return _known(optimizer, but_for_overrides=True) is not None and _steps_as_its_class(optimizer)
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -77,21 +80,28 @@ def _is_trusted(function: Any) -> bool:
     return True
 
 
-def _known(optimizer: Optimizer) -> str | None:
-    """Return the name in torch.optim of the class whose step this optimizer has, if it is in the list."""
+def _known(optimizer: Optimizer, but_for_overrides: bool = False) -> str | None:
+    """Return the name in torch.optim of the class whose step this optimizer has, if it is in the list.
+
+    Args:
+        optimizer: the optimizer.
+        but_for_overrides: whether its update may differ by overrides that update each parameter by itself.
+    """
     step = inspect.unwrap(type(optimizer).step)
     for name in _PER_PARAMETER:
         cls = getattr(torch.optim, name, None)
         # torch wraps the step of a class when its first object is made.
         if cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step):
-            return name if _steps_like(cls, type(optimizer)) else None
+            return name if _steps_like(cls, type(optimizer), but_for_overrides) else None
     return None
 
 
-def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
+def _steps_like(cls: type[Optimizer], own: type[Optimizer], but_for_overrides: bool) -> bool:
     """Return whether a subclass overrides no method that the step of torch's class may call."""
     derived = takewhile(lambda other: other is not cls, own.__mro__)
     others = [vars(other) for other in derived if not other.__module__.startswith("torch.optim.")]
+    if but_for_overrides:
+        others = [members for members in others if not members.get(_OVERRIDES, False)]
     names = {name for members in others for name, value in members.items() if callable(value)}
     return not any(hasattr(cls, name) for name in names if name not in _BESIDE_STEPS and not name.startswith("__"))
 

@@ -4,12 +4,15 @@ Below the public face: these classes are what scripts import as ``apex.optimizer
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from loops import iterate
 
+import mpinit
 from mpinit.compat.apex.optimizers import FusedAdam, FusedSGD
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -161,3 +164,62 @@ def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert (model.weight == 0.5).all() and (added == 0.5).all()
+
+
+def trained_in_16_bit(
+    make: Callable[[Any], torch.optim.Optimizer], **keywords: Any
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
+    optimizer = make(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **{"split_bucket_bytes": 40_000} | keywords)
+    for index in range(4):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))
+        iterate((model(x) - x).square().mean(), optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("keywords", [{"optimizer_state": "int8"}, {"master_weights": "split"}])
+@pytest.mark.parametrize("name", ["adam", "adam, no correction", "sgd"])
+def test_parameters_are_stepped_a_few_at_a_time_to_the_same_numbers(name: str, keywords: dict[str, Any]) -> None:
+    """Compare with torch's optimizer; where it has no such option, with a step of all parameters together."""
+    kinds: dict[str, tuple[Any, Any]] = {
+        "adam": (lambda p: FusedAdam(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0, fused=True)),
+        "adam, no correction": (lambda p: FusedAdam(p, lr=0.01, bias_correction=False), None),
+        "sgd": (lambda p: FusedSGD(p, 0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    }
+    make, reference = kinds[name]
+    model, optimizer = trained_in_16_bit(make, **keywords)
+    if reference is None:
+        other, other_optimizer = trained_in_16_bit(make, **keywords | {"split_bucket_bytes": 2**24})
+    else:
+        other, other_optimizer = trained_in_16_bit(reference, **keywords)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    states, other_states = (each.state_dict()["state"].values() for each in (optimizer, other_optimizer))
+    for state, other_state in zip(states, other_states, strict=True):
+        assert all(torch.equal(state[key], other_state[key]) for key in state if torch.is_tensor(state[key]))
+        assert name == "sgd" or state["step"] == 4
+
+
+def test_subclass_whose_update_uses_several_parameters_is_refused_with_encoded_states() -> None:
+    """Check that what is known of FusedAdam is not believed of a class derived from it."""
+
+    class WithNorm(FusedAdam):
+        def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+            found = super()._init_group(group, *lists)
+            torch._foreach_div_(lists[1], torch.nn.utils.get_total_norm(lists[1]))
+            return found
+
+    model = torch.nn.Linear(64, 96)
+    with pytest.raises(ValueError, match="does not know whether WithNorm updates each parameter by itself"):
+        mpinit.initialize(model, WithNorm(model.parameters()), "O5", optimizer_state="int8")
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_copied_and_unpickled_optimizers_clear_gradients(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    for copied in (copy.deepcopy(make(weights())), pickle.loads(pickle.dumps(make(weights())))):
+        for parameter in copied.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        copied.step()
+        copied.zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in copied.param_groups[0]["params"])

@@ -1,15 +1,23 @@
 """Functions that the fused optimizers share."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+# Attributes of apex's optimizers, which torch's __getstate__ omits from copies and pickles.
+_OPTIONS: Final[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "materialize_master_grads")
 
 
 class OverTorch(torch.optim.Optimizer):
     """A mixin with apex's options for an optimizer of torch, whose class is the next base."""
 
     set_grad_none: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return torch's state and apex's options, for copies and pickles."""
+        options: dict[str, Any] = {name: vars(self)[name] for name in _OPTIONS if name in vars(self)}
+        return {**super().__getstate__(), **options}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""

@@ -1,7 +1,7 @@
 """FusedAdam: torch's Adam and AdamW under apex's name and options."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ class FusedAdam(OverTorch, torch.optim.Adam):
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = FusedAdam([weight], lr=0.1)
     """
+
+    # _init_group increments each parameter's own step count: mpinit may step a few parameters at a time.
+    overrides_update_each_parameter: ClassVar[bool] = True
 
     def __init__(
         self,
