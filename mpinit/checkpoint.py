@@ -3,7 +3,8 @@
 Masters need no place of their own: ``model.state_dict()`` has their float32 bits, and loading it sets them.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,8 @@ _GRAD_SCALER = ("scale", "_growth_tracker")
 # Where scripts put the state of scalers in their checkpoints: mpinit's, apex's, torch.amp's.
 _IN_CHECKPOINTS: Final = ("mpinit", "amp", "scaler", "grad_scaler")
 
-# The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis.
+# The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis. "scales" has 2 ** (1 + index) added
+# for each optimizer that has made no step, because files of earlier releases have as many columns.
 _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
@@ -77,16 +79,30 @@ def from_grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} | scales
 
 
-def scalers_as_rows(session: Session | None) -> torch.Tensor:
+def scalers_as_rows(session: Session | None, unstepped: Iterable[int] = ()) -> torch.Tensor:
     """Return the scalers' states as numbers: a file of ``torch.distributed.checkpoint`` then shows whether it fits.
 
+    Args:
+        session: the session; None: nothing is initialised.
+        unstepped: the indices of the optimizers that have made no step. Default: none.
+
     Returns:
-        (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.
+        (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all,
+        with the optimizers that have made no step.
     """
     usual = {"loss_scale": 1.0, "unskipped": 0, "tolerance": -1, "scales": True}
     states = [{"scales": False}] if session is None else [scaler.state_dict() for scaler in session.scalers]
     rows = [[(usual | state)[column] for column in _COLUMNS] for state in states]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+    found = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    found[:, -1] += sum(2 << index for index in unstepped)
+    return found
+
+
+def unstepped_of_rows(rows: torch.Tensor) -> list[int]:
+    """Return the indices of the optimizers that had made no step, from rows of :func:`scalers_as_rows`."""
+    flags = rows[0, -1].item() if len(rows) else 0.0
+    marks = int(flags) >> 1 if math.isfinite(flags) else 0
+    return [index for index in range(marks.bit_length()) if marks >> index & 1]
 
 
 def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
@@ -99,7 +115,7 @@ def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
         counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
-        others = counted if scales else {"scales": False}
+        others = counted if scales % 2 else {"scales": False}
         states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | others
     return states
 

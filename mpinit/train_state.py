@@ -17,6 +17,8 @@ from .basics.tables import counted
 from .distributed.sharding import is_distributed, is_sharded, shard
 from .in_float32 import float32_weights
 from .model.shared_memory import storage_of
+from .optimizer.initial_state import with_initial_state
+from .optimizer.managed import ManagedOptimizer
 from .session import Session
 
 
@@ -81,9 +83,10 @@ class TrainState:
         """Return the present state.
 
         As in torch, tensors that are float32 in the model or optimizer are not copied: copy those that later steps must
-        not change. For an optimizer without a step, the state has the zeros with which it will start; the optimizer
-        itself does not change. If tensors are sharded, every rank has to call this. With DistributedDataParallel one
-        rank is enough.
+        not change. For an optimizer without a step, the state has the zeros with which it will start, and a mark, with
+        which a loaded optimizer starts as without a state. The optimizer itself does not change. To make the zeros, one
+        copy of the weights is needed for a moment. If tensors are sharded, every rank has to call this. With
+        DistributedDataParallel one rank is enough.
 
         Returns:
             ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``.
@@ -92,11 +95,12 @@ class TrainState:
         options, session = self._asked(), self._session()
         if session is not None:
             session.values.apply_writes()
+        unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
         state = self._named(options)
         if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:
             return {}
         if self._scalers:
-            state["scalers"] = checkpoint.scalers_as_rows(session)
+            state["scalers"] = checkpoint.scalers_as_rows(session, unstepped)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -119,22 +123,22 @@ class TrainState:
 
         options = self._asked()
         self._load_written_masters(state_dict)
-        sent: list[Any] = [{}, None, None]
+        sent: list[Any] = [{}, None, [], None]
         from_rank0 = options.broadcast_from_rank0 and is_distributed()
         if not from_rank0 or torch.distributed.get_rank() == 0:
             try:
                 sent = [*self._checked(state_dict, options), None]
             except (TypeError, ValueError, RuntimeError) as error:
-                sent[2] = error
+                sent[3] = error
         state, *verdict = sent
         if from_rank0:
             torch.distributed.broadcast_object_list(verdict, src=0)
-        scalers, refusal = verdict
+        scalers, unstepped, refusal = verdict
         if refusal is not None:
             raise refusal
         for optimizer in self._optimizers:
             part, how = self._part_of(optimizer, state.get("optim", {}), options)
-            with _with_initial_state(optimizer):
+            with with_initial_state(optimizer, self._managed(optimizer)):
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
         weights = list(self._model.parameters())
@@ -145,6 +149,10 @@ class TrainState:
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
         for optimizer in self._optimizers if not options.ignore_frozen_params else ():
             self._load_frozen(optimizer, state.get("optim", {}), options)
+        for index in unstepped:
+            # Optimizers create their state in the first step. Some do not start from the state of a step without
+            # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.
+            self._optimizers[index].state.clear()
         if scalers is not None and session is not None:
             checkpoint.load_session_state(session, scalers)
 
@@ -164,6 +172,10 @@ class TrainState:
             named = " and ".join(session.describe() for session in sessions)
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
+
+    def _managed(self, optimizer: Optimizer) -> ManagedOptimizer | None:
+        session = registry.of(optimizer)
+        return None if session is None else session.managed.find(optimizer)
 
     def _load_written_masters(self, loaded: Any) -> None:
         """Round those masters into their weights to whose memory ``dcp.load`` has written."""
@@ -197,7 +209,7 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         try:
-            with _with_initial_state(optimizer) as starts:
+            with with_initial_state(optimizer, self._managed(optimizer)) as starts:
                 state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
         except KeyError as error:
             raise ValueError(
@@ -258,8 +270,15 @@ class TrainState:
                 "frozen and sharded, and it is not sharded. Load the state before the weights are frozen"
             )
 
-    def _checked(self, loaded: Any, options: Any) -> tuple[dict[str, Any], Any]:
-        """Return the state to load, and the scalers' state or None; raise ValueError if anything does not fit."""
+    def _checked(self, loaded: Any, options: Any) -> tuple[dict[str, Any], Any, list[int]]:
+        """Check a state that is about to be loaded.
+
+        Returns:
+            The state, the scalers' state or None, and the indices of the optimizers that had made no step.
+
+        Raises:
+            ValueError: anything does not fit.
+        """
         state = _as_parts(loaded)
         own = self._named(_local_options(options))
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
@@ -279,11 +298,13 @@ class TrainState:
                 "it into the model and optimizer it was saved from, or with StateDictOptions(strict=False)"
             )
         scalers = state.get("scalers") if self._scalers else None
-        if scalers is None or session is None:
-            return state, None
+        unstepped = []
         if isinstance(scalers, torch.Tensor):
+            unstepped = checkpoint.unstepped_of_rows(scalers)
             scalers = checkpoint.state_of_rows(scalers)
-        return state, checkpoint.checked_state(session, scalers)
+        if scalers is None or session is None:
+            return state, None, unstepped
+        return state, checkpoint.checked_state(session, scalers), unstepped
 
 
 def _as_parts(loaded: Any) -> dict[str, Any]:
@@ -347,51 +368,6 @@ def _copied(value: Any, weight: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == weight.shape:
         return value.detach().to(weight.device, copy=True)
     return copy.deepcopy(value)
-
-
-@contextlib.contextmanager
-def _with_initial_state(optimizer: Optimizer) -> Iterator[bool]:
-    """Create the initial state of an optimizer that has none, by a step without effect; yield whether it was created.
-
-    torch would create the state with gradients of the weights' dtype, which 16-bit weights with float32 gradients
-    refuse. It creates none if there are gradients, so there are some inside the block. After an exception in the block
-    the optimizer has no state, as before.
-    """
-    if optimizer.state:
-        yield False
-        return
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    gradients = [weight.grad for weight in weights]
-    try:
-        for weight in weights:
-            dtype = weight.grad_dtype or weight.dtype
-            weight.grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
-        _step_without_effect(optimizer)
-        for entries in optimizer.state.values():
-            if isinstance(entries, dict) and "step" in entries:
-                step = entries["step"]
-                entries["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
-        yield True
-    except BaseException:
-        optimizer.state.clear()
-        raise
-    finally:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient
-
-
-def _step_without_effect(optimizer: Optimizer) -> None:
-    # Weight decay is added to the gradients, and would change the optimizer's moments.
-    kept = [
-        (group, key, group[key]) for group in optimizer.param_groups for key in ("lr", "weight_decay") if key in group
-    ]
-    try:
-        for group, key, value in kept:
-            group[key] = torch.tensor(0.0, device="cpu") if isinstance(value, torch.Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for group, key, value in kept:
-            group[key] = value
 
 
 _NAMED: Final = 5
