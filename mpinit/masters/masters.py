@@ -236,7 +236,7 @@ class Masters(ABC):
             for master in moved:
                 self._follow_memory(master)
                 master.layout = layout_of(master.weight)
-        self.data_use.replaced.clear()
+        self.data_use.clear_replaced()
 
     def _check_unshared(self) -> None:
         shards = [(shard(master.weight), master.weight) for master in self._of.values()]

@@ -113,6 +113,9 @@ class SplitMasters(Masters):
         self.buffers: dict[torch.device, torch.Tensor] = {}
         # The id of a master -> its weight's version when the two last agreed.
         self.versions: dict[int, int] = {}
+        # The id of a master whose weight's data was replaced by float32 data -> the weight and the remainder before. If
+        # the weight is restored after an evaluation, it gets its remainder back.
+        self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # The number of masters, and some weights that were sampled from as many.
         self._samples: tuple[int, list[torch.Tensor]] = 0, []
         # The id of a sampled weight -> the gradient that the last step used, and its version.
@@ -129,6 +132,7 @@ class SplitMasters(Masters):
 
     def _discard(self, master: Master) -> None:
         self.versions.pop(id(master), None)
+        self._earlier.pop(id(master), None)
         self._used.pop(id(master.weight), None)
         self._samples = 0, []
 
@@ -154,8 +158,12 @@ class SplitMasters(Masters):
         weight, gradient = master.weight, master.weight.grad
         present = shard(weight)
         if present.dtype is torch.bfloat16:
-            master.laid_out(present)
+            self._restore_remainder(master, present)
             return
+        former = self.data_use.former.get(id(weight))
+        if former is not None and shard(former).dtype is torch.bfloat16 and shard(former).shape == present.shape:
+            before = shard(former)
+            self._earlier.setdefault(id(master), (before, master.laid_out(before)))
         # Numbers of another dtype count, with float32's precision.
         narrow = torch.empty_like(present, dtype=torch.bfloat16)
         remainder = torch.empty(present.numel(), dtype=torch.int16, device=present.device)
@@ -166,6 +174,22 @@ class SplitMasters(Masters):
             weight.grad = gradient
         master.remainder, master.strides, master.address = remainder, narrow.stride(), narrow.data_ptr()
         set_data(master.parameter, sharded_as(_placeholder(weight), weight))
+
+    def _restore_remainder(self, master: SplitMaster, weight: torch.Tensor) -> None:
+        """Lay the remainder out for new memory; numbers that were restored get the remainders that they had."""
+        remainder = master.laid_out(weight)
+        before, known = self._earlier.get(id(master), (weight, remainder))
+        if before is weight or before.shape != weight.shape:
+            return
+        in_order = torch.empty_like(weight, dtype=torch.int16)
+        in_order.copy_(known.as_strided(before.shape, before.stride(), known.storage_offset()))
+        is_restored = flat(torch.empty_like(weight, dtype=torch.bool).copy_(before.to(weight.device) == weight))
+        master.remainder = torch.where(is_restored, flat(in_order), remainder)
+
+    def drop_earlier(self, masters: Sequence[Master]) -> None:
+        """Drop the remainders from before an evaluation, because a step changes these masters."""
+        for master in masters if self._earlier else ():
+            self._earlier.pop(id(master), None)
 
     def is_cast(self, master: Master) -> bool:
         return isinstance(master, SplitMaster) and master.remainder is not None
@@ -243,6 +267,7 @@ class SplitMasters(Masters):
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
         assert isinstance(master, SplitMaster)
+        self._earlier.pop(id(master), None)
         weight = shard(master.weight)
         remainder = master.laid_out(weight)
         dense = torch.empty_like(weight, dtype=torch.float32)
@@ -398,6 +423,7 @@ class _Bucket(MasterBatch):
         self._find_weights()
         if self._owner.keeps_bits:
             return
+        self._owner.drop_earlier(self._masters)
         touched = self._owner.data_use.touched
         is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
         if is_touched or changed_versions(self._shards(), self._versions) is not None:

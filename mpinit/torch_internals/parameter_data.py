@@ -29,6 +29,7 @@ class DataUse:
             change of their version counter.
         replaced: parameters whose ``data`` was replaced since this set was last cleared. Their memory may have another
             dtype, shape or layout.
+        former: parameters whose ``data`` was replaced by a tensor of another dtype since then -> the data before.
         kept: parameters that :meth:`keep` was called with -> a copy of their numbers, made when ``data`` was first
             touched; None before.
         changes: parameters -> how often :meth:`keep` found numbers that differ from the copy. Only on devices that are
@@ -38,6 +39,7 @@ class DataUse:
 
     touched: set[int] = field(default_factory=set)
     replaced: set[int] = field(default_factory=set)
+    former: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
     changes: dict[int, int] = field(default_factory=dict)
     views: list[tuple[int, torch.Tensor]] | None = None
@@ -50,7 +52,13 @@ class DataUse:
         """Drop the records of a parameter."""
         self.touched.discard(id(parameter))
         self.replaced.discard(id(parameter))
+        self.former.pop(id(parameter), None)
         self.kept.pop(id(parameter), None)
+
+    def clear_replaced(self) -> None:
+        """Forget which parameters' data was replaced: all of their new memory has been adopted."""
+        self.replaced.clear()
+        self.former.clear()
 
     def keep(self, parameter: torch.Tensor) -> None:
         """Copy a parameter's present numbers: now if its ``data`` was touched, or else when it is touched."""
@@ -64,6 +72,7 @@ class DataUse:
     def drop_copies(self) -> None:
         """Free the copies of numbers: the session that compares with them was freed."""
         self.kept = {}
+        self.former.clear()
 
     def watch(self, tensor: torch.Tensor, is_recorded: bool) -> None:
         """Let a tensor's :meth:`clock` count writes through its ``data``, too, from now on.
@@ -202,6 +211,9 @@ def _get(parameter: torch.Tensor) -> torch.Tensor:
 
 def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
     uses = _record(parameter)
+    former = TENSOR_DETACH(parameter) if uses and values.dtype is not parameter.dtype else None
     TENSOR_DATA.__set__(parameter, values)
     for use in uses:
+        if former is not None and id(parameter) not in use.replaced:
+            use.former[id(parameter)] = former
         use.replaced.add(id(parameter))

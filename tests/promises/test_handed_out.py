@@ -509,6 +509,35 @@ def test_weights_exchanged_for_an_evaluation_keep_every_bit(kind: str, looks: li
     training.check()
 
 
+@kinds_with_masters
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("asks_for_masters", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+def test_data_exchanged_for_evaluations_keeps_every_bit(
+    kind: str, is_wide: bool, asks_for_masters: bool, look: str
+) -> None:
+    """Evaluate an average, which for the most part rounds to the weights' own numbers, as is usual."""
+    training = trained(kind)
+    if asks_for_masters:
+        list(mpinit.master_params(training.optimizer))
+    before = {name: training.model.state_dict()[name].clone() for name in training.trained}
+    for factor in (1.001, 1.5):
+        backup = {name: training.weight(name).data for name in before}
+        for name, values in before.items():
+            shadow = values * factor
+            training.weight(name).data = shadow if is_wide else shadow.to(backup[name].dtype)
+        training.model(batch(5))
+        found = training.model.state_dict()
+        assert not is_wide or all(torch.equal(found[name], before[name] * factor) for name in before)
+        for name, values in backup.items():
+            training.weight(name).data = values
+        READS[look](training)
+        after = training.model.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    training.iterate()
+    training.check()
+
+
 @every_kind
 @pytest.mark.parametrize("look", [*LOOKS, "master_params", "float32_weights", "deepcopy of both"])
 def test_reading_between_steps_changes_no_bit(kind: str, look: str) -> None:
