@@ -362,11 +362,21 @@ def _may_have_tensors(leaf: Any) -> bool:
     )
 
 
-def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that the caller of a part computes in; None if the caller is outside of every forward.
+def caller_dtype(
+    inner_dtype: torch.dtype | None,
+    callers: Sequence[torch.dtype | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.dtype | None:
+    """Return the dtype of the forward that calls this submodule; None if user code calls it.
 
-    Activation checkpointing calls a part again in the backward pass, when no forward is recorded as running. There the
-    call counts as one from inside a forward if an input is 16-bit, or if no input is floating.
+    Activation checkpointing calls a submodule again in the backward pass, when no forward runs. If user code never
+    called it, a forward did. Otherwise the dtypes of its inputs decide.
+
+    Args:
+        inner_dtype: the dtype that the submodule computes in.
+        callers: the results of earlier calls, without those for callers that compute in ``inner_dtype``.
+        args, kwargs: the inputs.
     """
     if is_tracing_symbolically():
         return inner_dtype
@@ -374,5 +384,10 @@ def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs:
         return current_forward.dtype
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))
+    narrow = next((dtype for dtype in dtypes if is_lower_precision(dtype)), None)
+    if narrow is not None:
+        return narrow
+    if None not in callers:
+        return callers[-1] if callers else inner_dtype
+    found = next(iter(dtypes), inner_dtype)
     return None if found is torch.float32 and inner_dtype is not torch.float32 else found

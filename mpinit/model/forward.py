@@ -24,7 +24,7 @@ from ..basics.weak_references import OfModule
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, set_state
-from ..torch_internals.running import is_tracing_symbolically, without_tracing
+from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_errors import MethodOutside, explain_array, explain_inside, method_outside
 from .entry_points import ArgumentNames, entry_points
@@ -47,6 +47,7 @@ class PatchedForward(OfModule):
     # Without a __dict__: functools.wraps would copy it, and with it the session, into a wrapper of the user's.
     __slots__ = (
         "boundary",
+        "callers",
         "casts_inside",
         "inner",
         "is_direct",
@@ -75,6 +76,9 @@ class PatchedForward(OfModule):
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
+        # The dtypes of the forwards that called this submodule, and None if user code did. Calls from a forward of the
+        # same dtype are not recorded: they are fast.
+        self.callers: tuple[torch.dtype | None, ...] = ()
         # True: inputs are cast for callers inside of the model, too.
         self.casts_inside = False
         # True: calls that need no cast can go straight to the class's forward.
@@ -105,7 +109,9 @@ class PatchedForward(OfModule):
             return self._inner()(*args, **kwargs)
         caller = None
         if self.is_part:
-            caller = caller_dtype(boundary.inner_dtype, args, kwargs)
+            caller = caller_dtype(boundary.inner_dtype, self.callers, args, kwargs)
+            if not torch.compiler.is_compiling() and caller not in self.callers and current_pass() == -1:
+                self.callers = (*self.callers, caller)
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():

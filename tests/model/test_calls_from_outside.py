@@ -137,6 +137,60 @@ def test_a_part_recomputed_in_the_backward_pass_computes_what_it_did(where: str,
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+class Timed(nn.Module):
+    """An embedding of float32 timesteps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, t: Tensor) -> Tensor:
+        waves = torch.stack([t.sin(), t.cos()], dim=1)
+        return self.linear(waves.to(self.linear.weight.dtype))  # type: ignore[no-any-return]
+
+
+RECOMPUTED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, Tensor], Tensor]]] = {
+    "float32 input": (Timed, lambda x, timesteps: timesteps),
+    "float32 module, float32 input": (lambda: nn.LayerNorm(4), lambda x, timesteps: x.float()),
+    "float32 module, 16-bit input": (lambda: nn.LayerNorm(4), lambda x, timesteps: x),
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("masters", [True, "model"])
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_a_part_recomputed_in_the_backward_pass_has_the_inputs_that_it_had(
+    case: str, masters: Any, reentrant: bool
+) -> None:
+    make, argument = RECOMPUTED[case]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.part, self.head = nn.Linear(4, 4), make(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, timesteps: Tensor, recompute: bool) -> Tensor:
+            x = self.stem(x)
+            passed = argument(x, timesteps)
+            part = checkpoint(self.part, passed, use_reentrant=reentrant) if recompute else self.part(passed)
+            seen.append(part.dtype)
+            return self.head(torch.tanh(x + part))  # type: ignore[no-any-return]
+
+    gradients, seen = [], list[torch.dtype]()
+    for recompute in (True, False):
+        torch.manual_seed(1)
+        model = Net()
+        quietly(model, "O5", keep_inputs="timesteps", keep_fp32=nn.LayerNorm, master_weights=masters)
+        # torch recomputes with use_reentrant=True only if an input requires a gradient.
+        timesteps = torch.tensor([998.39, 997.2, 3.0]).requires_grad_()
+        model.part.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model(torch.full((3, 4), 0.3), timesteps, recompute).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert set(seen) == {BF16}
+    assert len(gradients[0]) == len(gradients[1])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_threads_do_not_see_one_anothers_forwards() -> None:
     def spawn(self: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
         return in_thread(lambda: self.part(torch.ones(1, 2)).dtype), self.part(x).dtype
