@@ -73,6 +73,29 @@ def own(owner: Any) -> Session | None:
     return session if session is not None and session.is_live else None
 
 
+def sharing(module: nn.Module) -> Session | None:
+    """Return the live session of a model, of a part of one, or of a module that contains one; None if there is none.
+
+    Raises:
+        ValueError: the module has parameters of several sessions.
+    """
+    session = of(module)
+    if session is not None:
+        return session
+    parameters = list(module.parameters())
+    found = [session for session in live() if session.has_one_of(parameters) or _is_part(module, session)]
+    if len(found) > 1:
+        raise ValueError(
+            f"this {type(module).__name__} contains models of several sessions: pass the model of one. The sessions: "
+            f"{'; '.join(session.describe() for session in found)}"
+        )
+    return found[0] if found else None
+
+
+def _is_part(module: nn.Module, session: Session) -> bool:
+    return any(module is part for model in session.models for part in model.modules())
+
+
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
     """List the live sessions of models or optimizers, each once; objects without one are not listed."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]

@@ -163,7 +163,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit needs a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
-    session = registry.of(model)
+    session = registry.sharing(model)
     inner = [] if optimizer is None else [registry.unwrapped(optimizer)]
     optimizers = inner or ([] if session is None else list(session.optimizers))
     if not all(isinstance(each, Optimizer) for each in optimizers):

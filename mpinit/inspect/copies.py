@@ -38,6 +38,22 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
             return model
 
 
+def session_to_run(model: nn.Module, tool: str) -> Session | None:
+    """Return the session with whose casts a model runs; None if it has none.
+
+    Raises:
+        ValueError: the module is a part of an initialised model: the model's own forward casts what its parts receive.
+    """
+    session = registry.sharing(model)
+    own = set(model.modules())
+    if session is not None and not any(each in own for each in session.models):
+        raise ValueError(
+            f"this {type(model).__name__} is a part of an initialised model, in {session.describe()}, and does not run "
+            f"by itself as it runs there: pass {tool} the whole model, and the model's inputs"
+        )
+    return session
+
+
 def plain_copy(model: nn.Module, advice: str) -> nn.Module:
     """Make a deep copy without the patches of ``initialize``."""
     try:

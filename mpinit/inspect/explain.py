@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .. import registry
 from ..basics.trees import tensors_in
 from ..session import Session
 from ..settings.resolve import resolve
@@ -19,6 +18,7 @@ from .copies import (
     kept_from_running,
     plain_copy,
     same_random_numbers,
+    session_to_run,
 )
 from .precision_report import PrecisionReport, Recording
 
@@ -49,7 +49,8 @@ def explain(
         The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.to_json()``.
 
     Raises:
-        ValueError: the level is unknown, the model is initialised already, or it cannot be copied.
+        ValueError: the level is unknown, the model is initialised already or is a part of an initialised model, or the
+            model cannot be copied.
         TypeError: ``model`` is not a module, ``loss`` is not a function, or its result is not 0-dimensional.
 
     Example:
@@ -61,9 +62,8 @@ def explain(
         >>> model[0].weight.dtype
         torch.float32
     """
-    _check(model, loss, opt_level)
+    session = _check(model, loss, opt_level)
     model = inside_wrappers(model)
-    session = registry.of(model)
     with same_random_numbers():
         copied, (args, kwargs) = plain_copy(model, "explain the part that can be copied"), copied_inputs(args, kwargs)
         with (
@@ -78,12 +78,13 @@ def explain(
     )
 
 
-def _check(model: Any, loss: Any, opt_level: Any) -> None:
+def _check(model: Any, loss: Any, opt_level: Any) -> Session | None:
+    """Check the arguments, and return the model's session."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function from the model's output to a loss, not {type(loss).__name__}")
-    session = registry.of(model)
+    session = session_to_run(inside_wrappers(model), "mpinit.explain")
     if session is not None and opt_level is not None:
         raise ValueError(
             f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
@@ -92,6 +93,7 @@ def _check(model: Any, loss: Any, opt_level: Any) -> None:
     lazy = next((name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)), None)
     if lazy is not None:
         raise ValueError(f"{lazy!r} is not initialised yet (a lazy module): run one forward pass on example data first")
+    return session
 
 
 @contextmanager

@@ -8,12 +8,19 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
 from ..distributed.sharding import is_sharded
 from ..torch_internals.native_autocast import CastsOff
-from .copies import as_initialized, copied_inputs, inside_wrappers, kept_from_running, plain_copy, same_random_numbers
+from .copies import (
+    as_initialized,
+    copied_inputs,
+    inside_wrappers,
+    kept_from_running,
+    plain_copy,
+    same_random_numbers,
+    session_to_run,
+)
 from .numbers import floating_tensors
 from .trace import ModelTrace
 
@@ -77,7 +84,7 @@ def fidelity(
 
     Args:
         model: a module, initialised or not. Of a compiled module, and of a DistributedDataParallel, the module inside
-            runs.
+            runs. Pass a whole initialised model, not a part of it.
         inputs, keywords: the arguments of the call. The copy receives floating tensors in its own dtype.
         served: the served model, such as one loaded from a checkpoint. Required for a model that cannot be copied, such
             as FSDP2's. Default None: a copy of ``model``.
@@ -90,7 +97,8 @@ def fidelity(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model cannot be copied, or the outputs have no floating tensors, or have different shapes.
+        ValueError: the model cannot be copied, or is a part of an initialised model; or the outputs have no floating
+            tensors, or have different shapes.
 
     Example:
         >>> import torch, mpinit
@@ -103,7 +111,7 @@ def fidelity(
     if not isinstance(model, nn.Module):
         raise TypeError(f"fidelity needs a module and its inputs, not {type(model).__name__}")
     model = inside_wrappers(model)
-    session = registry.of(model)
+    session = session_to_run(model, "mpinit.fidelity")
     dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
     with same_random_numbers() as restore:
         # Made first, because it refuses a model that cannot be copied.
@@ -155,7 +163,7 @@ def _to_run(model: nn.Module) -> Iterator[nn.Module]:
 
     A model that cannot be copied, such as FSDP2's, is yielded itself, and its modes and buffers are restored.
     """
-    session = registry.of(model)
+    session = session_to_run(model, "mpinit.fidelity")
     try:
         copied = plain_copy(model, _ADVICE)
     except ValueError:

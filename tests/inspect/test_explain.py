@@ -204,6 +204,44 @@ def test_explain_refuses_wrong_arguments() -> None:
     assert copy.deepcopy(model).weight.dtype is torch.float32
 
 
+class Around(nn.Module):
+    """A module of the user's around an initialised model, whose name for it no wrapper documents."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * 2
+
+
+def test_module_around_an_initialised_model_runs_with_its_casts() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4)
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    outer = Around(model)
+    assert reasons(mpinit.explain(outer, x))["net.0", "addmm"][0].inputs == ("float16",)
+    assert mpinit.fidelity(outer, x).served == "float16"
+    assert {row.master for row in mpinit.audit(outer).rows} == {"float32"}
+
+
+def test_part_of_an_initialised_model_is_refused_by_what_runs_it() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+    for part in (model[0], model[1], nn.Sequential(model[0])):
+        for tool in (mpinit.explain, mpinit.fidelity):
+            with pytest.raises(
+                ValueError, match=r"is a part of an initialised model.*pass mpinit\.\w+ the whole model"
+            ):
+                tool(part, x)
+    assert [row.master for row in mpinit.audit(model[0]).rows] == ["float32", "float32"]
+    other = nn.Sequential(nn.Linear(4, 4), model[1])
+    assert mpinit.explain(other, x).level == "", "a shared module without parameters makes no part"
+    mpinit.initialize(other[0], sgd(other[0]), "O5", verbosity=0)
+    with pytest.raises(ValueError, match="contains models of several sessions"):
+        mpinit.explain(nn.Sequential(model, other[0]), x)
+
+
 OWN = str(Path(mpinit.__file__).parent)
 
 
