@@ -133,6 +133,8 @@ def at_level(
             session.apply(index, failed)
             registry.add(session)
             session.begin()
+    # Its operations are not the model's, and its warnings would be about the copy.
+    session.forward_guard.inputs = None
     try:
         yield session
     finally:

@@ -160,6 +160,7 @@ class PrecisionReport:
 
 _PACKAGE: Final = str(Path(__file__).parents[1]).replace("\\", "/")
 _WATCHERS: Final = (f"{_PACKAGE}/inspect/", f"{_PACKAGE}/torch_internals/operations.py")
+_BOUNDARY: Final = f"{_PACKAGE}/model/boundary.py"
 _CASTING: Final = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "asarray", "as_tensor", "tensor"}
 )
@@ -286,6 +287,10 @@ class Recording:
             return _Reason(f"backward of a cast: {words}") if is_backward else self._reason_of_cast(words, cast[1])
         if not (inputs or outputs):
             return _Reason("no floating point")
+        if self._plan is not None and not is_backward:
+            caller = caller_of_operation(_WATCHERS)
+            if caller is not None and caller.file.startswith(_BOUNDARY):
+                return _Reason("mpinit: reads the range of an input, to clamp it in its cast")
         if is_backward:
             forward = place.node.removesuffix("0").removesuffix("Backward")
             if forward == "AccumulateGrad":

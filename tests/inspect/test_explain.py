@@ -46,6 +46,12 @@ def counted(report: Any) -> Counter[str]:
     return found
 
 
+def first_forward_checks_inputs(model: nn.Module, x: Any) -> None:
+    """Run the forward in which mpinit checks the inputs."""
+    with torch.no_grad():
+        model(x)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_counts_agree_with_a_count_of_their_own(name: str, level: str | None) -> None:
@@ -56,12 +62,14 @@ def test_counts_agree_with_a_count_of_their_own(name: str, level: str | None) ->
         # An optimizer's masters change what arrives on weights, and so the last operations of the backward pass.
         initialised = mpinit.explain(model, x, loss=loss)
         assert initialised.level == before.level == level
+        first_forward_checks_inputs(model, x)
         with Counting() as counting:
             loss(model(x)).backward()
         assert counted(initialised) == counting.seen
         mpinit.undo(model)
         model, x, loss = prepared(CASES[name])
         mpinit.initialize(model, opt_level=level, verbosity=0)
+        first_forward_checks_inputs(model, x)
     with Counting() as counting:
         loss(model(x)).backward()
     assert counted(before) == counting.seen
@@ -240,6 +248,20 @@ def test_part_of_an_initialised_model_is_refused_by_what_runs_it() -> None:
     mpinit.initialize(other[0], sgd(other[0]), "O5", verbosity=0)
     with pytest.raises(ValueError, match="contains models of several sessions"):
         mpinit.explain(nn.Sequential(model, other[0]), x)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "O3"])
+def test_checks_of_inputs_and_state_are_no_operations_of_the_model(level: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)), torch.randn(2, 4)
+    model.register_buffer("state", torch.zeros(4))
+    expected = {(row.module, row.op) for row in mpinit.explain(model, x).rows}
+    mpinit.initialize(model, sgd(model), level, verbosity=0)
+    report = mpinit.explain(model, x * 1e30)  # an input that mpinit warns of
+    more = [row for row in report.rows if (row.module, row.op) not in expected and not row.casts]
+    assert {(row.op, row.why) for row in more if "reads the range of an input" in row.why} >= {
+        ("aminmax", "mpinit: reads the range of an input, to clamp it in its cast")
+    }
+    assert all("reads the range of an input" in row.why for row in more if row.computes), more
 
 
 OWN = str(Path(mpinit.__file__).parent)
