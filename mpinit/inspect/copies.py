@@ -163,23 +163,6 @@ def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Ite
 
 
 @contextmanager
-def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None]:
-    """Raise a ValueError if the original of a copy is called in the block; scripted modules are not checked."""
-
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise ValueError(
-            f"the model itself was run inside {tool}, and not the copy of it: {advice}. Nothing was changed"
-        )
-
-    guard = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_pre_hook(refuse, prepend=True)
-    try:
-        yield
-    finally:
-        if guard is not None:
-            guard.remove()
-
-
-@contextmanager
 def same_random_numbers() -> Iterator[Undo]:
     """Restore the random generators of torch (all devices in use), Python and numpy (if imported) after the block.
 

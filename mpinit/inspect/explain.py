@@ -15,11 +15,11 @@ from .copies import (
     at_level,
     copied_inputs,
     inside_wrappers,
-    kept_from_running,
     plain_copy,
     same_random_numbers,
     session_to_run,
 )
+from .originals import forward_refused
 from .precision_report import PrecisionReport, Recording
 
 Loss = Callable[[Any], torch.Tensor]
@@ -68,7 +68,7 @@ def explain(
         copied, (args, kwargs) = plain_copy(model, "explain the part that can be copied"), copied_inputs(args, kwargs)
         with (
             _at_level(model, session, copied, opt_level) as in_force,
-            kept_from_running(model, "mpinit.explain", _ADVICE),
+            forward_refused(model, copied, "mpinit.explain", _ADVICE),
         ):
             recording = Recording(copied, in_force)
             with recording.trace:

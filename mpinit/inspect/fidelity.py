@@ -16,12 +16,12 @@ from .copies import (
     as_initialized,
     copied_inputs,
     inside_wrappers,
-    kept_from_running,
     plain_copy,
     same_random_numbers,
     session_to_run,
 )
 from .numbers import floating_tensors
+from .originals import forward_refused
 from .trace import ModelTrace
 
 _ADVICE: Final = "pass served=, a plain model in 16 bit that was loaded from the checkpoint"
@@ -176,7 +176,7 @@ def _to_run(model: nn.Module) -> Iterator[nn.Module]:
             # A cast may clamp or round to other bits than those that steps and writes have made since.
             if name in own and tensor.dtype == own[name].dtype and not is_sharded(tensor):
                 tensor.copy_(own[name])
-        with kept_from_running(model, "mpinit.fidelity", _ALONE):
+        with forward_refused(model, copied, "mpinit.fidelity", _ALONE):
             yield copied.eval()
 
 

@@ -54,8 +54,9 @@ def suggest(
     rounded, then at the level with ``keep_inputs`` or ``keep_fp32``. Modules of one kind, such as ``blocks.*.attn``,
     are kept together. O5 is always tried before float32 is advised.
 
-    Model, optimizer, gradients and random numbers do not change, also after an exception. Every run starts with the
-    same random numbers.
+    Model, optimizer, gradients and random numbers do not change, also after an exception. A step that uses the
+    originals in place of its arguments is refused; an error names the tensors to which it wrote by hand, which are not
+    restored. Every run starts with the same random numbers.
 
     Args:
         model, optimizer: a model and its optimizer, initialised or not. Each run needs the memory of a copy.
@@ -71,7 +72,7 @@ def suggest(
         The suggestion, with ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
 
     Raises:
-        ValueError: there is no such level; ``step`` uses another batch each time or does not use its arguments; or the
+        ValueError: there is no such level; ``step`` uses another batch each time, or does not use its arguments; or the
             optimizer has parameters that are not the model's.
         TypeError: ``step`` does not return a loss, or cannot be called with a model and an optimizer.
 

@@ -20,8 +20,9 @@ from ..model.entry_points import ArgumentNames
 from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
-from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running
+from .copies import at_level, copy_of_optimizer, float32_copy
 from .numbers import floating_tensors, sample_of
+from .originals import Originals, forward_refused
 from .overflow import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
@@ -126,8 +127,13 @@ class Trials:
             trial.watch = None if watched is None else OverflowWatch(clone, watched)
             self.restore_random_numbers()
             try:
-                with kept_from_running(self.model, "mpinit.suggest", _ADVICE), torch.enable_grad():
-                    _Training(trial, twin, session, self).run(steps)
+                originals = Originals(self.model, self.optimizer)
+                with (
+                    forward_refused(self.model, clone, "mpinit.suggest", _ADVICE),
+                    originals.calls_refused(),
+                    torch.enable_grad(),
+                ):
+                    _Training(trial, twin, session, self, originals).run(steps)
             finally:
                 hook()
         return trial
@@ -141,6 +147,7 @@ class _Training:
     optimizer: Optimizer
     session: Session
     trials: Trials
+    originals: Originals
     stepped: int = 0
 
     def run(self, steps: int) -> None:
@@ -192,7 +199,10 @@ class _Training:
         stepped, parameters = self.stepped, list(self.trial.model.parameters())
         for parameter in parameters:
             parameter.grad = None
-        loss = self.trials.step(self.trial.model, self.optimizer)
+        try:
+            loss = self.trials.step(self.trial.model, self.optimizer)
+        finally:
+            self.originals.check()
         if self.trial.inputs is None:
             raise ValueError(
                 "step(model, optimizer) did not run the model that was passed to it: it has to use its arguments"
