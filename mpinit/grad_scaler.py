@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from . import registry
 from .basics.logs import log
 from .checkpoint import from_grad_scaler_state, warn_scale_not_restored
+from .distributed.sharding import is_distributed
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
@@ -169,7 +170,9 @@ class GradScaler:
         if new_scale is None:
             if not self._checked:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            scaler.update()
+            # A rank that updates without a step reads whether its scale is lowered, because other ranks' may not be.
+            are_stepped = all(self._stages.get(each) is OptState.STEPPED for each in self._checked)
+            scaler.update(may_wait=is_distributed() and not are_stepped)
         elif scaler.rule.dynamic:
             scaler.found_inf = None
             scaler.set_scale(float(new_scale))

@@ -58,10 +58,13 @@ _NO_OPTIMIZER: Final = (
     "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
     "for it to agree on overflow. Pass the optimizer to initialize, or await_optimizers=True and add it later"
 )
-_NOT_LOADED: Final = (
-    "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
-    "other ranks have loaded the same: the gradients that they reduce together carry different scales. Load on every "
-    "rank, or one state for all of them, by mpinit.TrainState with StateDictOptions(broadcast_from_rank0=True)"
+_OTHER_SCALES: Final = (
+    "the loss scales of this rank were loaded, set, or lowered after an overflow, and not all other ranks have done "
+    "the same: the gradients that DistributedDataParallel reduces together carry different scales. Load or set them on "
+    "every rank, or load one state for all of them, by mpinit.TrainState with "
+    "StateDictOptions(broadcast_from_rank0=True). If you step with gradients that are not reduced (after no_sync(), or "
+    "after a forward of the module inside of the wrapper), pass process_group=torch.distributed.group.WORLD to "
+    "mpinit.initialize: ranks then skip such steps together"
 )
 
 
@@ -104,8 +107,8 @@ class Ranks:
         # Ids of the parameters whose dtype the session has changed.
         self._changed: set[int] = set()
         # The last broadcast of scales: its time on the sending rank, the number of comparisons since, and how often
-        # scales had been loaded on this rank by then.
-        self._since, self._comparisons, self._loads = 0.0, 0, 0
+        # scales had been changed on this rank by then.
+        self._since, self._comparisons, self._changes = 0.0, 0, 0
         self.is_first_step = True
 
     @functools.cached_property
@@ -187,6 +190,8 @@ class Ranks:
             if self.reduces_in_float32:
                 reduce_in_float32(wrapper)
             if event is Event.CALLED:
+                # Loops with a GradScaler compare in the step, and this rank may have omitted it.
+                self._check_same_scales()
                 self.overflow.before_forward_of_wrapper(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
@@ -251,14 +256,14 @@ class Ranks:
                 torch.distributed.broadcast(there, group=group, group_src=src)
                 scaler.load_counters(there[:-1])
                 self._since = float(there[-1])
-        self._comparisons, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
+        self._comparisons, self._changes = 0, self._changed_count()
 
     def before_step(self) -> None:
         """Let ranks agree under wrappers that have not agreed yet. All ranks call it before a step.
 
         Raises:
             RuntimeError: a backward pass is running, or parameters were replaced. With a dynamic scale also: it is
-                unknown which other processes train the same model, or scales were loaded on some ranks only, or this
+                unknown which other processes train the same model, or scales were changed on some ranks only, or this
                 rank of a ``process_group`` had no optimizer in ``initialize``.
         """
         if current_pass() != -1 and has_other_processes():
@@ -282,13 +287,12 @@ class Ranks:
         """Agree under wrappers under which ranks have not agreed yet. All ranks call it after backward, or in a step.
 
         Raises:
-            RuntimeError: scales were loaded on this rank, and not on all.
+            RuntimeError: scales were changed on this rank, and not on all.
         """
         pending = [each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)]
         for wrapper in self._in_order(pending) if pending else ():
             self._agree_under(wrapper)
-        if has_other_processes() and not self.overflow.groups() and self._scalers[0].rule.dynamic:
-            self._check_same_scales()
+        self._check_same_scales()
 
     def _in_order(self, wrappers: Sequence[Any]) -> list[Any]:
         """Sort wrappers by the positions of their parameters in the models: the same order on all ranks."""
@@ -296,16 +300,28 @@ class Ranks:
         keys = {id(wrapper): sorted(places.get(id(p), -1) for p in reduced_by(wrapper)) for wrapper in wrappers}
         return sorted(wrappers, key=lambda wrapper: (len(keys[id(wrapper)]), keys[id(wrapper)]))
 
+    def _changed_count(self) -> int:
+        return sum(scaler.changed_count for scaler in self._scalers)
+
     def _check_same_scales(self) -> None:
-        loads = sum(scaler.loaded_count for scaler in self._scalers)
-        if loads != self._loads:
-            self._comparisons += 1
-            text = f"mpinit {self._since} {self._comparisons}: {[scaler.state_dict() for scaler in self._scalers]}"
-            agreed = [each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)]
-            for wrapper in self._in_order(agreed):
-                if not ranks_agree(text, wrapper.process_group):
-                    raise RuntimeError(_NOT_LOADED)
-            self._loads = loads
+        """Compare scales after a backward pass that reduces gradients, if this rank's have been changed.
+
+        Scales may differ as long as no gradients are reduced, as in local SGD. Verdicts over groups make them equal.
+        """
+        changes = self._changed_count()
+        if changes == self._changes or not has_other_processes() or self.overflow.groups():
+            return
+        if not self.overflow.agrees_after_backward():
+            return
+        self._comparisons += 1
+        found = [scaler.changed_to for scaler in self._scalers]
+        states = [None if each is None else (each[0].tolist(), each[1]) for each in found]
+        text = f"mpinit {self._since} {self._comparisons}: {states}"
+        agreed = [each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)]
+        for wrapper in self._in_order(agreed):
+            if not ranks_agree(text, wrapper.process_group):
+                raise RuntimeError(_OTHER_SCALES)
+        self._changes = changes
 
     def united(self, names: Sequence[str]) -> list[str]:
         """Return the union of the names that ranks pass. All ranks that train one model call it in the same step."""

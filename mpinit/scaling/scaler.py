@@ -13,6 +13,7 @@ import torch
 from ..basics.logs import log
 from ..plan import ScalingRule
 from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from ..torch_internals.running import reads_without_sync
 
 
 class LossScaler:
@@ -22,13 +23,16 @@ class LossScaler:
 
     Attributes:
         loss_id: the number of the loss, below ``num_losses``.
-        scaled_count, loaded_count: how often a loss was scaled, and how often a state was loaded.
+        scaled_count: how often a loss was scaled.
+        changed_count: how often a loss was scaled for the first time after the scale was loaded, set or lowered, or its
+            rule was changed. Growth does not count: ranks that reduce gradients together grow their scales together.
+        changed_to: the :meth:`counters` and the rule with which that loss was scaled.
         found_inf: the result of gradient checks since the last update, a 0-dimensional tensor above 0 for inf or nan;
             None without a check.
     """
 
     def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
-        self._rule = rule
+        self._rule = self._first_rule = rule
         self.loss_id = loss_id
         # The scale; the number of good updates since it last changed; the number of overflows until it backs off, which
         # stays 0 until the scale grows. On the CPU, because the default device may be meta, whose tensors have no
@@ -40,7 +44,9 @@ class LossScaler:
         )
         self._before_meta = self._state
         self.found_inf: torch.Tensor | None = None
-        self.scaled_count = self.loaded_count = 0
+        self.scaled_count = self.changed_count = 0
+        self.changed_to: tuple[torch.Tensor, ScalingRule] | None = None
+        self._is_changed = False
 
     @property
     def rule(self) -> ScalingRule:
@@ -49,6 +55,7 @@ class LossScaler:
 
     @rule.setter
     def rule(self, rule: ScalingRule) -> None:
+        self._is_changed |= rule != self._rule
         self._rule = rule
         # torch grows the scale when the count equals the interval; a count above it would never be equal.
         self._state[1].clamp_(max=rule.growth_interval - 1)
@@ -83,6 +90,10 @@ class LossScaler:
         if self.is_identity:
             return loss
         self.to(loss.device)
+        if self._is_changed:
+            self._is_changed = False
+            self.changed_count += 1
+            self.changed_to = self.counters(), self._rule
         return loss * self._state[0]
 
     def inverse_scale(self) -> torch.Tensor:
@@ -100,6 +111,11 @@ class LossScaler:
     def set_scale(self, scale: float) -> None:
         """Set the scale; the counters do not change."""
         self._state[0].fill_(check_scale(scale))
+        self.mark_changed()
+
+    def mark_changed(self) -> None:
+        """Count the next scaled loss in :attr:`changed_count`."""
+        self._is_changed = True
 
     def copy_scale(self, scale: torch.Tensor) -> None:
         """Set the scale to that of another rank, a 0-dimensional tensor, without a device sync."""
@@ -125,11 +141,18 @@ class LossScaler:
             found_inf = found_inf.to(self.device)
             self.found_inf = found_inf.clone() if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
 
-    def update(self) -> None:
-        """Update the scale by the checks since the last update; do nothing if there was no check."""
+    def update(self, may_wait: bool = False) -> None:
+        """Update the scale by the checks since the last update; do nothing if there was no check.
+
+        Args:
+            may_wait: whether an overflow is counted in :attr:`changed_count` if reading it is a device sync. Otherwise
+                the step that is skipped for it calls :meth:`mark_changed`.
+        """
         found_inf, self.found_inf = self.found_inf, None
         if found_inf is None:
             return
+        if (may_wait or reads_without_sync(found_inf.device)) and found_inf.item() > 0:
+            self.mark_changed()
         rule, (scale, unskipped, tolerance) = self._rule, self._state
         if rule.hysteresis > 1:
             overflow = found_inf > 0
@@ -153,6 +176,7 @@ class LossScaler:
         """Set the state to the :meth:`counters` of a scaler with the same rule, on any device."""
         for number, loaded in zip(self._state, counters.unbind(), strict=True):
             number.copy_(loaded)
+        self._is_changed, self.changed_to = self._rule != self._first_rule, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers.
@@ -187,12 +211,12 @@ class LossScaler:
             kind = "dynamic within its limits" if rule.dynamic else "static"
             log.info("the saved loss scale %s is not used: here it is %s, and is %s now", saved, kind, scale)
         follows = rule.dynamic and scale == saved
-        self.set_scale(scale)
+        self._state[0].fill_(check_scale(scale))
+        self._is_changed |= rule.dynamic
         self.unskipped = int(state["unskipped"]) if follows else 0
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
         self._state[2].fill_(min(tolerance, rule.hysteresis))
         self.found_inf = None
-        self.loaded_count += 1
         return True
 
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import engines
 import torch
@@ -131,6 +132,109 @@ def test_overflow_under_no_sync_counts_where_gradients_are_reduced() -> None:
         engines.assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
         engines.assert_one(model)
     assert mpinit.step_counts(optimizer) == (6, 0)
+
+
+def change_scale(way: str, runs: Any, model: nn.Module, optimizer: Any, batch: Any, on_rank: int | None) -> None:
+    """Change the loss scale on one rank, or on both, without a verdict."""
+    here = on_rank in (None, dist.get_rank())
+    scaler, factor = mpinit.GradScaler(optimizer), INF if here else 1.0
+    if way in ("no_sync", "module inside"):
+        with runs.no_sync() if way == "no_sync" else contextlib.nullcontext():
+            engines.backward(runs if way == "no_sync" else model, optimizer, batch, factor)
+        optimizer.step()
+    elif way == "unscale_":
+        with runs.no_sync():
+            scaler.scale(engines.CASE.loss(runs(batch[0]), batch[1]) * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.update()
+    elif here and way == "interval":
+        scaler.set_growth_interval(3)
+    elif here:
+        scaler.scale(torch.ones(()))
+        scaler.update(64.0)
+    optimizer.zero_grad()
+
+
+def train_by(loop: str, runs: Any, optimizer: Any, batch: Any, factor: float = 1.0, omits: bool = False) -> None:
+    """Run one iteration; a rank that ``omits`` its step updates the scale all the same."""
+    optimizer.zero_grad()
+    if loop == "scale_loss":
+        engines.backward(runs, optimizer, batch, factor)
+        if not omits:
+            optimizer.step()
+    else:
+        scaler = mpinit.GradScaler(optimizer)
+        scaler.scale(engines.CASE.loss(runs(batch[0]), batch[1]) * factor).backward()
+        scaler.unscale_(optimizer)
+        if not omits:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+WAYS = ("no_sync", "module inside", "unscale_", "set", "interval")
+
+
+@ranks(
+    2,
+    ("no_sync", "scale_loss"),
+    ("set", "GradScaler"),
+    long=[(a, b) for a in WAYS for b in ("scale_loss", "GradScaler")],
+)
+def test_scale_that_one_rank_changes_is_refused_before_gradients_are_averaged(way: str, loop: str) -> None:
+    runs, model, optimizer = built("ddp", "O2")
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(3)]
+    train_by(loop, runs, optimizer, batches[0])
+    change_scale(way, runs, model, optimizer, batches[1], on_rank=1)
+    before = engines.whole(model.state_dict())
+    refuses = dist.get_rank() == 1
+    start = time.monotonic()
+    refusal = refused(RuntimeError, "loss scales of this rank", "process_group")
+    with mock.patch("mpinit.distributed.agreement._TIMEOUT", 1.0), refusal if refuses else contextlib.nullcontext():
+        train_by(loop, runs, optimizer, batches[2])
+    assert time.monotonic() - start < 15.0
+    if refuses:
+        engines.assert_same(engines.whole(model.state_dict()), before)
+
+
+@ranks(
+    2,
+    ("unscale_", "scale_loss"),
+    ("set", "GradScaler"),
+    long=[(a, b) for a in WAYS for b in ("scale_loss", "GradScaler")],
+)
+def test_scale_that_all_ranks_change_alike_trains_on(way: str, loop: str) -> None:
+    """Also if one rank omits the steps around an overflow."""
+    runs, model, optimizer = built("ddp", "O2", growth_interval=2)
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(6)]
+    train_by(loop, runs, optimizer, batches[0])
+    change_scale(way, runs, model, optimizer, batches[1], on_rank=None)
+    omits = dist.get_rank() == 1
+    start = time.monotonic()
+    train_by(loop, runs, optimizer, batches[2], factor=INF if omits else 1.0, omits=omits)
+    train_by(loop, runs, optimizer, batches[3], omits=omits)
+    for batch in batches[4:]:
+        train_by(loop, runs, optimizer, batch)
+        engines.assert_one(mpinit.loss_scale(optimizer))
+    assert time.monotonic() - start < 6.0, "a rank has waited for another until the timeout"
+
+
+@ranks(2)
+def test_local_steps_in_a_process_group_are_skipped_together() -> None:
+    runs, model, optimizer = built("ddp", "O2", process_group=dist.group.WORLD)
+    for index, batch in enumerate(map(engines.mine, engines.CASE.batches(4))):
+        optimizer.zero_grad()
+        bad = index == 1 and dist.get_rank() == 1
+        with runs.no_sync() if index < 3 else contextlib.nullcontext():
+            engines.backward(runs, optimizer, batch, INF if bad else 1.0)
+        optimizer.step()
+        if index == 2:
+            with mpinit.float32_weights(model), torch.no_grad():
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.div_(2)
+            engines.assert_one(model)
+    assert mpinit.step_counts(optimizer) == (3, 1)
+    engines.assert_one(mpinit.loss_scale(optimizer))
 
 
 @ranks(2, ("fsdp",), ("by hand",), ("two losses",))
