@@ -223,7 +223,8 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; with ``"scales": False`` if losses are not
-        scaled; empty if mpinit is disabled.
+        scaled; empty if mpinit is disabled. If modules became float32 because their forwards write to state, their
+        names are under ``"float32_modules"``.
 
     Raises:
         RuntimeError: None was passed and there is not exactly one live session; the message lists them.
@@ -245,7 +246,8 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
     """Load the loss scalers' state from :func:`state_dict`, or from a ``torch.amp.GradScaler``.
 
     A static scale does not change. A dynamic scale becomes the saved one. If the saved run did not scale losses, as at
-    O0 or O5, a dynamic scale is kept, with a warning.
+    O0 or O5, a dynamic scale is kept, with a warning. Modules that became float32 in the saved run, because their
+    forwards write to state, become float32 at once.
 
     Args:
         state: the state.

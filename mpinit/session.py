@@ -140,7 +140,8 @@ class Session:
             known = weakref.ref(self)
             encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         if selected.has_16_bit:
-            float32_state = state_dict.Float32State(self.values, plan.masters is MasterWeightsMode.IN_MODEL)
+            in_model = plan.masters is MasterWeightsMode.IN_MODEL
+            float32_state = state_dict.Float32State(self.values, self.managed.shared.kept, in_model)
             push(float32_state.remove)
             float32_state.install(self.models, index.names)
             hide_gradients(self.models, self._undos)

@@ -8,9 +8,10 @@ A module with a large share of the trained numbers is not kept in float32. If a 
 bits round such writes away, a warning names the tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import log
 from ..basics.modules import modules_of, own_tensors
-from ..basics.weak_references import WeakList
+from ..basics.weak_references import WeakIdSet
 from ..distributed.sharding import is_sharded, set_data
 from .boundary import Boundary, ForwardGuard
 from .float32_values import Float32Values
@@ -28,6 +29,10 @@ from .written_state import Place, WrittenState, is_watched, warn_of_writes
 
 # A module is kept in float32 if at most one in this many of the models' trained numbers is in it.
 _SHARE: Final = 16
+
+
+# The entry in a state dict's metadata of a module that is kept in float32.
+KEPT: Final = "mpinit_float32"
 
 
 @dataclass(eq=False)
@@ -46,7 +51,7 @@ class KeptState:
     values: Float32Values
     written: WrittenState | None = None
     names: list[str] = field(default_factory=list)
-    modules: WeakList[nn.Module] = field(default_factory=WeakList)
+    modules: WeakIdSet[nn.Module] = field(default_factory=WeakIdSet)
     _step: int = 0
     _warned: set[str] = field(default_factory=set)
     _boundaries: tuple[Boundary, Boundary] | None = None
@@ -104,11 +109,60 @@ class KeptState:
         inside = {part for top in tops for part in modules_of(top)}
         for top in tops:
             self._keep_module(top, *self._boundaries)
-            self.modules.append(top)
+            self.modules.add(top)
         for part in (each for model in self.models for each in modules_of(model)):
             for forward in filter(None, map(patched_forward, vars(part).values())):
                 if forward.weights is not None and forward.weights.dtype is not torch.float32:
                     forward.weights.exclude(inside)
+
+    def named_modules(self) -> list[str]:
+        """Return the names of the modules that are kept, for a checkpoint; with the model's index if there are several.
+
+        A run that is resumed has to keep them from its first forward on, as the saved run would have.
+        """
+        return [name for name, module in self._all_names() if module in self.modules] if self.names else []
+
+    def keep_named(self, names: Collection[str]) -> None:
+        """Keep the modules that :meth:`named_modules` has returned where a state was saved."""
+        if names and self._boundaries is not None:
+            self.keep_again([module for name, module in self._all_names() if name in names])
+
+    def keep_again(self, modules: Iterable[nn.Module]) -> None:
+        """Keep modules that were kept where a state was saved, unless they cannot be kept here."""
+        modules = list(modules)
+        if not modules or self._boundaries is None or self.values.masters.are_in_model:
+            return
+        tree = _Tree(self.models, self._boundaries[0])
+        tops = [module for module in modules if module in tree.names and tree.can_be_kept(module)]
+        self.keep_modules(tops)
+        self.names += [tree.names[top] for top in tops]
+        if self.written is not None:
+            inside = {part for top in tops for part in modules_of(top)}
+            self.written.places[:] = [place for place in self.written.places if place.module not in inside]
+
+    def marked(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of a model, whose metadata marks the modules that are kept, as torch's has it.
+
+        torch's functions for distributed checkpoints return state dicts without metadata.
+        """
+        marks = {
+            name: {"version": module._version, KEPT: True}
+            for name, module in (model.named_modules() if self.names else ())
+            if module in self.modules
+        }
+        if not marks:
+            return state
+        found = OrderedDict(state)
+        found._metadata = OrderedDict(marks)  # type: ignore[attr-defined]
+        return found
+
+    def _all_names(self) -> list[tuple[str, nn.Module]]:
+        several = len(self.models) > 1
+        return [
+            (f"models[{index}].{name}" if several else name, module)
+            for index, model in enumerate(self.models)
+            for name, module in model.named_modules()
+        ]
 
     @torch.no_grad()
     def _keep(self, places: Sequence[Place], written: WrittenState) -> None:
@@ -152,6 +206,11 @@ class KeptState:
                     forward.weights = ForwardWeights(part, torch.float32, ()) if narrow else None
         for tensor in wide:
             kept.targets[id(tensor)] = torch.float32
+
+
+def marked_names(state: Any) -> list[str]:
+    """Return the names of the modules that a state dict marks as kept in float32."""
+    return [name for name, each in getattr(state, "_metadata", {}).items() if each.get(KEPT)]
 
 
 class _Tree:
