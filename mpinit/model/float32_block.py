@@ -15,7 +15,7 @@ from torch import nn
 
 from ..basics.modules import modules_of
 from ..basics.weak_references import WeakList
-from ..distributed.sharding import is_sharded
+from ..distributed.sharding import is_sharded, shard
 from ..masters.full import FullMasters
 from ..masters.masters import Master
 from ..masters.split import SplitMasters
@@ -23,6 +23,7 @@ from ..torch_internals.bulk import (
     ModuleEntries,
     are_same,
     changed_grads,
+    changed_versions,
     consume,
     differing,
     grads_of,
@@ -30,7 +31,9 @@ from ..torch_internals.bulk import (
     in_pieces,
     replace_entries,
     set_grads,
+    versions_of,
 )
+from ..torch_internals.parameter_data import DataUse, have_same_bits
 from ..torch_internals.running import reads_without_sync
 from .block_parameters import BlockParameters
 from .float32_values import Float32Values
@@ -40,6 +43,12 @@ _UNTIED: Final = (
     "inside `with mpinit.float32_weights(...)` the parameter {!r} was replaced in one of the places that share it, and "
     "not in the others: the block cannot untie them, and the replacement is dropped. Replace it in all its places, or "
     "untie them before or after the block"
+)
+
+_WRITTEN_OUTSIDE: Final = (
+    "the model's own parameter {!r} was written to inside `with mpinit.float32_weights(...)`, where the model has "
+    "another one, in float32, whose numbers count at the end of the block. Write to that one (read it from the model "
+    "inside the block), or write before or after the block"
 )
 
 
@@ -115,6 +124,7 @@ class Float32Block:
         self._outside: list[torch.Tensor] = []
         self._inside: list[torch.Tensor] = []
         self._carried = _Carried([], [])
+        self._own = _OwnTensors([], values.masters.data_use)
         # Tensors that the user has replaced inside of the block, and the replacements; places where such a replacement
         # is refused.
         self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -134,6 +144,7 @@ class Float32Block:
             self._full.follow_all(keeps_bits=True)
         self._parameters.fill(self._numbers())
         self._has_numbers = True
+        self._own.begin()
         self._carried.carry()
         self._is_carried = self._is_filled = True
         is_replaced = replace_entries(self._dicts, self._entries, self._outside, self._inside)
@@ -160,7 +171,9 @@ class Float32Block:
         self._entries = [name for _, name, _ in found]
         self._outside = [tensor for _, _, tensor in found]
         self._inside = [self.wide[id(tensor)] for tensor in self._outside]
-        self._carried = _Carried([tensors[key] for key in self.wide], list(self.wide.values()))
+        own = [tensors[key] for key in self.wide]
+        self._carried = _Carried(own, list(self.wide.values()))
+        self._own = _OwnTensors(own, self._values.masters.data_use)
 
     def _numbers(self) -> list[torch.Tensor]:
         """Return float32 values, in memory of their own, of all tensors that need a float32 tensor of their own."""
@@ -218,9 +231,12 @@ class Float32Block:
         """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again.
 
         Raises:
-            RuntimeError: a parameter was replaced in some of its places; everything else was applied.
+            RuntimeError: a parameter was replaced in some of its places, or one of the model's own parameters was
+                written to; everything else was applied.
         """
         self.replace()
+        written = self._own.written() if self._has_numbers else []
+        numbers = [self.wide[id(tensor)].detach().clone() for tensor in written]
         replaced, self._replaced = self._replaced, []
         # All are read before one is written to, because a replacement may share its memory with another parameter.
         values = [present.detach().to(torch.float32, copy=True) for _, present in replaced]
@@ -243,6 +259,12 @@ class Float32Block:
         refused, self._refused = self._refused, []
         if refused:
             raise RuntimeError(_UNTIED.format(self._values.masters.names.of(refused[0][2])))
+        if written:
+            for tensor, now in zip(written, numbers, strict=True):
+                if tensor.shape == now.shape:
+                    tensor.copy_(now)
+                    self._values.load(tensor, now)
+            raise RuntimeError(_WRITTEN_OUTSIDE.format(self._values.masters.names.of(written[0])))
 
     def _written(self) -> list[int]:
         """Return the indices of tensors whose float32 ones have other values; with one device sync per device."""
@@ -285,6 +307,47 @@ class Float32Block:
             for tensor, wide in zip(tensors, made, strict=True)
         ]
         return [[begin + index for index in indices] for indices in in_pieces(tensors, are_usual)]
+
+
+class _OwnTensors:
+    """The 16-bit tensors of the models, which a block has replaced: a write to one of them inside is an error."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], use: DataUse) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._use = use
+        self._are_sharded = any(map(is_sharded, tensors))
+        self._versions: list[int] = []
+        self._touched: set[int] = set()
+        use.watch_all(tensor for tensor in self._tensors if isinstance(tensor, nn.Parameter))
+
+    def begin(self) -> None:
+        """Record the tensors' versions, and the numbers of those that may be written to without a new version."""
+        self._versions = versions_of(self._counted())
+        self._touched = set(self._use.touched)
+        for tensor in self._tensors if self._touched else ():
+            if id(tensor) in self._touched:
+                self._use.keep(tensor)
+
+    def written(self) -> list[torch.Tensor]:
+        """List the tensors that were written to, or got other memory, since :meth:`begin`."""
+        now = changed_versions(self._counted(), self._versions)
+        if now is None and not (self._use.touched or self._use.replaced):
+            return []
+        before = self._versions if now is None else now
+        pairs = zip(self._tensors, self._versions, before, strict=True)
+        return [tensor for tensor, was, version in pairs if version != was or self._has_other_data(tensor)]
+
+    def _has_other_data(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._use.replaced:
+            return True
+        before = self._use.kept.get(id(tensor))
+        # On an accelerator a comparison is a device sync: only for data that was used inside of this block.
+        if before is None or (id(tensor) in self._touched and not reads_without_sync(before.device)):
+            return False
+        return not have_same_bits(shard(tensor), before)
+
+    def _counted(self) -> list[Any]:
+        return list(map(shard, self._tensors)) if self._are_sharded else self._tensors
 
 
 def _fits(present: Any, tensor: torch.Tensor) -> bool:

@@ -499,3 +499,39 @@ def test_replacement_put_into_the_groups_inside_is_trained(kind: str) -> None:
     before = state(model)
     step(model, optimizer, batch)
     assert not torch.equal(state(model)["0.weight"], before["0.weight"])
+
+
+WRITES_OUTSIDE: dict[str, Callable[[nn.Parameter], Any]] = {
+    "copy_": lambda own: own.copy_(torch.full_like(own, 0.25)),
+    "data.copy_": lambda own: own.data.copy_(torch.full_like(own, 0.25)),
+    "data =": lambda own: setattr(own, "data", torch.full_like(own, 0.25)),
+}
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("name", ["0.weight", "4.weight"])
+@pytest.mark.parametrize("write", WRITES_OUTSIDE)
+def test_own_parameter_written_inside_a_block_is_refused_by_name(kind: str, name: str, write: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    own, expected = model.get_parameter(name), state(model)
+    for _ in range(2):
+        own.data  # noqa: B018 (read before the block, too)
+        with pytest.raises(RuntimeError, match=name), mpinit.float32_weights(model), torch.no_grad():
+            WRITES_OUTSIDE[write](own)
+            model[0].bias.fill_(0.1)
+        after = state(model)
+        expected["0.bias"].fill_(0.1)
+        assert all(torch.equal(after[each], expected[each]) for each in expected)
+    with mpinit.float32_weights(model), torch.no_grad():
+        own.data.sum(), model[0].bias.fill_(0.2)
+    step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_own_parameter_written_inside_through_old_data_is_refused_on_a_cpu(kind: str) -> None:
+    model, _, _ = trained(**KINDS[kind])
+    if device().type != "cpu":
+        pytest.skip("a comparison would need a device sync")
+    data = model[0].weight.data
+    with pytest.raises(RuntimeError, match=r"0\.weight"), mpinit.float32_weights(model):
+        data.fill_(0.25)
