@@ -90,6 +90,11 @@ class GradientState(NamedTuple):
         """Return whether a ``scale_loss`` block is open that multiplies gradients by the loss scale."""
         return self.block is not None and self.block() is not None
 
+    @property
+    def may_be_skipped(self) -> bool:
+        """Return whether a step was skipped for the gradients, or a kernel may have skipped it."""
+        return self.phase is Phase.SKIPPED or (self.phase is Phase.USED and self.found_inf is not None)
+
     def is_scaled_by(self, scaler: LossScaler) -> bool:
         """Return whether a GradScaler's loss has scaled the gradients by this scaler already."""
         return self.is_scaled and self.scaler is scaler and not self.is_open

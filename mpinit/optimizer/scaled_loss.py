@@ -237,6 +237,18 @@ def _explain(error: BaseException, loss: Any) -> None:
         )
 
 
+def _without_skipped(optimizers: list[ManagedOptimizer]) -> list[ManagedOptimizer]:
+    """Omit optimizers whose gradients are still those of a skipped step, unless all are.
+
+    The loss is for the others: a GAN's loop clears a network's gradients before each loss that it is stepped for, and
+    Lightning and Accelerate pass the optimizers of both networks with each loss. The old gradients would count as an
+    overflow of this loss.
+    """
+    all_gradients = ((each, each.gradients) for each in optimizers)
+    new = [each for each, own in all_gradients if not (own.state.may_be_skipped and have_grads(own.weights))]
+    return new or optimizers
+
+
 # Smaller factors have other reasons, such as weights of tasks or numbers of micro-batches.
 _SMALLEST_SECOND_SCALE: Final = 256.0
 
@@ -319,6 +331,8 @@ class Losses:
             for each in own if managed.shared.ranks.is_first_step else ():
                 each.gradients.apply(loss_reached_none, scaler)
             return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
+        if len(own) > 1:
+            own = _without_skipped(own)
         others = [] if scaler.is_identity else managed.gradients_beside(own)
         if managed.shared.ranks.is_first_step and not scaler.is_identity:
             _warn_of_second_scaler(loss, scaler)

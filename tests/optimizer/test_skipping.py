@@ -271,3 +271,34 @@ def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
     assert report is not None
     found = {bad.name: (bad.infs, bad.nans, bad.elements, bad.largest_finite) for bad in report.gradients}
     assert found == {"1": (1, 0, 4, 1.0), "3": (0, 1, 1, 0.0), "4": (2, 0, 4, 1.0)}
+
+
+@pytest.mark.parametrize("bad", ["discriminator", "generator"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", SCALING)
+def test_overflow_counts_once_if_each_loss_is_passed_all_optimizers(level: str, fused: bool, bad: str) -> None:
+    """Compare with a GAN's loop that passes the optimizer that will step; Lightning and Accelerate pass both."""
+
+    def trained(passes_all: bool) -> tuple[list[torch.Tensor], list[Any]]:
+        torch.manual_seed(0)
+        generator, critic = placed(nn.Linear(4, 4)), placed(nn.Linear(4, 1))
+        optimizers = [Adam(model.parameters(), lr=0.01, fused=fused) for model in (generator, critic)]
+        mpinit.initialize([generator, critic], optimizers, level, verbosity=0, init_loss_scale=64.0)
+        log: list[Any] = []
+        for index in range(6):
+            x = placed(torch.randn(8, 4, generator=torch.Generator().manual_seed(index)))
+            for own, kind in ((1, "discriminator"), (0, "generator")):
+                fake = generator(x)
+                loss = critic(fake.detach() if own else fake).float().square().mean()
+                model = critic if own else generator
+                loss = poison(loss, next(model.parameters())) if index == 2 and kind == bad else loss
+                optimizers[own].zero_grad()
+                with mpinit.scale_loss(loss, optimizers if passes_all else optimizers[own]) as scaled:
+                    scaled.backward()
+                optimizers[own].step()
+                log.append((mpinit.loss_scale(optimizers[0]), *map(mpinit.step_counts, optimizers)))
+        return [*generator.state_dict().values(), *critic.state_dict().values()], log
+
+    (found, log), (expected, expected_log) = trained(True), trained(False)
+    assert log == expected_log and log[-1][0] == 32.0
+    same(found, expected)
