@@ -90,7 +90,7 @@ class Session:
         self.values = Float32Values(self.models, self.masters)
         self.float32_block: Float32Block | None = None
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers)
-        self.step_guard = StepGuard(self.masters)
+        self.step_guard = StepGuard(self.masters, plan.makes_masters)
         self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
         members: list[Members] = []
         self.ranks = Ranks(self.forward_guard, self.scalers, members, settings.process_group)
@@ -169,7 +169,7 @@ class Session:
         self.ranks.watch(changed, casts, self._settings_to_compare(), trains, self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
-        if plan.makes_masters:
+        if plan.makes_masters or plan.scaling.skips:
             self.step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
 

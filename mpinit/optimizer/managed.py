@@ -33,6 +33,12 @@ from .skipping import Skips
 from .step import GradientChecks, OwnStep, WeakMethod, creates_state_only, renew_weight_casts, weakly_bound
 
 _LOAD: Final = "load_state_dict"
+_BESIDE: Final = (
+    "{0}.{1} was not called through the attribute `optimizer.{1}`, which mpinit.initialize has replaced: this method "
+    "was read or compiled before, or is that of the class or of an optimizer inside. It would {2}. Call "
+    "optimizer.{1}() of the optimizer that mpinit.initialize was called with, and read or compile it "
+    "after mpinit.initialize"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +283,35 @@ def before_backward(managed: ManagedOptimizer) -> None:
         gradients.apply(cleared)
 
 
+def check_own_step(managed: ManagedOptimizer) -> None:
+    """Refuse the optimizer's own step outside of mpinit's, unless it would do the same.
+
+    Raises:
+        RuntimeError: it would step 16-bit weights instead of their masters, or use gradients that overflowed.
+    """
+    managed.members.sync_groups()
+    if managed.members.masters or managed.shared.states is not None or managed.shared.plan.scaling.skips:
+        name = type(managed.optimizer).__name__
+        raise RuntimeError(
+            _BESIDE.format(name, "step", "update 16-bit weights without their masters, or with inf and nan")
+        )
+
+
+def check_own_load(managed: ManagedOptimizer, holder: Optimizer, state: dict[str, Any]) -> None:
+    """Refuse the own ``load_state_dict`` of an optimizer, or of one inside it, if it would cast state to 16 bit.
+
+    Raises:
+        RuntimeError: it was not called through the optimizer's attribute.
+    """
+    is_inside = managed.scope.is_open or managed.members.table.are_in_model
+    if is_inside or not state.get("state") or getattr(vars(holder).get("step"), "managed", managed) is not managed:
+        return
+    managed.members.sync_groups()
+    if managed.members.masters or managed.shared.states is not None:
+        name = type(holder).__name__
+        raise RuntimeError(_BESIDE.format(name, _LOAD, "cast the state of float32 masters to 16 bit"))
+
+
 # -- its patched methods ----------------------------------------------------------------------------------------------
 
 
@@ -302,7 +337,7 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
 
     if hasattr(inner, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    step.is_managed = True  # type: ignore[attr-defined]
+    step.managed = managed  # type: ignore[attr-defined]
     names = [_LOAD, *_own_methods(optimizer)]
     methods: list[Any] = [step, *(_on_masters(managed, name) for name in names)]
     undos.push(functools.partial(_end, managed))
@@ -318,6 +353,9 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
         # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the
         # optimizer's own.
         undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
+    for holder in managed.members.holders():
+        if hasattr(holder, "_optimizer_load_state_dict_pre_hooks"):
+            undos.push(holder.register_load_state_dict_pre_hook(functools.partial(check_own_load, managed)).remove)
     managed.is_patched = True
 
 

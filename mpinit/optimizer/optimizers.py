@@ -18,7 +18,7 @@ from ..masters.masters import IN_FLOAT32, Masters
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
 from .gradient_state import cleared
 from .gradients import Gradients
-from .managed import ManagedOptimizer, Shared, patch
+from .managed import ManagedOptimizer, Shared, check_own_step, patch
 from .members import check_steps_its_groups
 from .per_parameter import steps_per_parameter
 from .state import with_wrapped, wrapped_by
@@ -267,13 +267,15 @@ def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoS
 
 @dataclass(eq=False)
 class StepGuard:
-    """The refusal of steps by optimizers that were never initialised, if they would step 16-bit weights.
+    """The refusal of steps that mpinit does not run: of optimizers that were never initialised, or of a kept ``step``.
 
     Attributes:
+        has_masters: whether an optimizer that was never initialised is refused if it would step 16-bit weights.
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
     """
 
     masters: Masters
+    has_masters: bool = True
     tensor_ids: frozenset[int] = frozenset()
 
     def install(self, undos: UndoStack) -> None:
@@ -289,9 +291,18 @@ class StepGuard:
         register_own_hook(check)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that belongs to no session, and steps 16-bit weights of this one."""
-        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
-            return  # it is managed, or it wraps a managed optimizer, which does the step
+        """Refuse a step that mpinit does not run, of an optimizer with 16-bit weights or a loss scale of this session.
+
+        Raises:
+            RuntimeError: the optimizer belongs to no session, or the call is not that of its ``step`` attribute.
+        """
+        managed = _managed(optimizer)
+        if managed is not None:
+            if not managed.scope.is_open and managed.shared.values.masters is self.masters:
+                check_own_step(managed)
+            return
+        if not self.has_masters or any(map(_managed, wrapped_by(optimizer))):
+            return  # an optimizer that wraps a managed one calls that one's step
         for parameter in parameters_of([optimizer]):
             is_narrow = parameter.requires_grad and is_lower_precision(parameter.dtype)
             if is_narrow and (self.masters.of(parameter) is not None or self._is_in_models(parameter)):
@@ -307,8 +318,10 @@ class StepGuard:
         return id(parameter) in self.tensor_ids and any(parameter is p for model in models for p in model.parameters())
 
 
-def _is_managed(optimizer: Optimizer) -> bool:
-    return getattr(vars(optimizer).get("step"), "is_managed", False)
+def _managed(optimizer: Optimizer) -> ManagedOptimizer | None:
+    """Return the managed optimizer of an optimizer with patched methods; None after its session was undone."""
+    managed: ManagedOptimizer | None = getattr(vars(optimizer).get("step"), "managed", None)
+    return managed if managed is not None and managed.is_patched and managed.reference() is optimizer else None
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

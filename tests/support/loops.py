@@ -109,7 +109,7 @@ train_plainly = functools.partial(models.train_plainly, loss_of=nn.functional.ms
 def masters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Copies of the parameters the optimizer steps: masters where it has some."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    given = mpinit.master_params(optimizer) if hasattr(optimizer.step, "is_managed") else stepped
+    given = mpinit.master_params(optimizer) if hasattr(optimizer.step, "managed") else stepped
     return [parameter.detach().clone() for parameter in given]
 
 
