@@ -22,8 +22,9 @@ from ..plan import MasterWeightsMode, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
+from ..torch_internals.step_hooks import StepHooks
 from .copies import copy_of_optimizer, same_random_numbers
-from .numbers import kept_values
+from .numbers import stepped_values
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
 # The configurations that the report compares with the present one.
@@ -63,7 +64,7 @@ class AuditRow:
         gradient: the name of its gradient's dtype in training; "" if it is frozen.
         rate: the learning rate of its group; None if no optimizer has it.
         state: bytes of optimizer state per element.
-        stuck: share of its elements that a step does not change, 0 to 1; None if that is not known.
+        stuck: share of its elements that a step does not change, 0 to 1; None if it is frozen, or that is not known.
     """
 
     name: str
@@ -208,7 +209,11 @@ def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
 def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Updates") -> AuditRow:
     """Make the row of a parameter whose weight has a dtype, and a kind of master if that is a 16-bit dtype."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
-    state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state
+    state = (
+        known.state_elements_per_element * (torch.float32 if master else weight).itemsize
+        if known.state is None
+        else known.state
+    )
     trained = dtype_name(gradient or weight) if parameter.requires_grad else ""
     elements = local(parameter).numel()
     return AuditRow(name, elements, dtype_name(weight), master, trained, known.rate, state, known.stuck)
@@ -232,14 +237,16 @@ class _Updates(NamedTuple):
 
     Attributes:
         kind: the optimizer's class.
-        slots: the number of state elements per element.
+        state_elements_per_element: the number of state elements per element.
+        failure: the error with which a trial of the updates failed; "" if none did.
     """
 
     kind: str = ""
     rate: float | None = None
     state: float | None = None  # None before the first step
-    slots: float = 0.0
+    state_elements_per_element: float = 0.0
     stuck: float | None = None
+    failure: str = ""
 
 
 _UNKNOWN: Final = _Updates()
@@ -250,71 +257,87 @@ class _Steps(NamedTuple):
 
     size: float
     stuck: float
-    slots: float
+    state_elements_per_element: float
 
 
 @torch.no_grad()
 def _measure(optimizer: Optimizer, session: Session | None) -> dict[Any, _Updates]:
-    """Measure an optimizer's updates on copies of parts of its parameters."""
+    """Measure an optimizer's updates on copies of parts of its parameters; frozen ones have none."""
     found = {
         p: _Updates(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
         for group in optimizer.param_groups
         for p in group["params"]
     }
     parts = {p: _part(p, session) for p in found}
+    trained = [p for p in parts if p.requires_grad]
+    measured: dict[Any, _Steps] = {}
     with same_random_numbers():
         try:
-            small, large = (_run(optimizer, parts, dict.fromkeys(parts, size)) for size in _SIZES)
-            uneven = {p for p in parts if not 0 < 0.5 * small[p].size <= large[p].size <= 2 * small[p].size}
-            measured: dict[Any, _Steps] = {}
-            if uneven and all(p.grad is not None for p in parts):
-                measured = _run(optimizer, parts, {p: _size_of(p.grad) for p in parts})
-        except Exception:  # an optimizer may refuse to be copied, or to step without a closure, with any error
-            return found
-    for p, known in found.items():
-        stuck = None if p in uneven else (small[p].stuck + large[p].stuck) / 2
-        if p in uneven and measured:
-            stuck = measured[p].stuck
-        found[p] = known._replace(slots=small[p].slots, stuck=stuck)
+            small, large = (_run(optimizer, parts, dict.fromkeys(trained, size)) for size in _SIZES)
+            depends_on_gradient_size = {
+                p for p in trained if not 0 < 0.5 * small[p].size <= large[p].size <= 2 * small[p].size
+            }
+            if depends_on_gradient_size and all(p.grad is not None for p in trained):
+                measured = _run(optimizer, parts, {p: _size_of(p.grad) for p in trained})
+        except Exception as error:  # an optimizer may refuse to be copied, or to step without a closure, with any error
+            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+            return found | {p: found[p]._replace(failure=failure) for p in trained}
+    for p in trained:
+        stuck: float | None = (small[p].stuck + large[p].stuck) / 2
+        if p in depends_on_gradient_size:
+            stuck = measured[p].stuck if measured else None
+        elements = small[p].state_elements_per_element
+        found[p] = found[p]._replace(state_elements_per_element=elements, stuck=stuck)
     return found
 
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
     """Copy a part of the values that the optimizer steps, in their dtype."""
-    values = local(kept_values(parameter, session).detach())
+    values = local(stepped_values(parameter, session).detach())
     return values[tuple(slice(0, _LARGEST_SIDE) for _ in values.shape)].clone()
 
 
 def _size_of(gradient: torch.Tensor) -> float:
-    values = local(gradient.coalesce().values() if gradient.is_sparse else gradient).float()
-    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+    values = local(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return float(_wide(values).abs().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float32, or as they are if they are complex."""
+    return values if values.is_complex() else values.float()
 
 
 def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping[Any, float]) -> dict[Any, _Steps]:
-    """Step copies of the parts on random gradients with these root mean squares."""
-    copies = {p: nn.Parameter(part.float()) for p, part in parts.items()}
-    twin = copy_of_optimizer(optimizer, copies, with_state=False)
+    """Step copies of the parts on random gradients with these root mean squares; parts without one are frozen."""
+    copies = {p: nn.Parameter(_wide(part), requires_grad=p in sizes) for p, part in parts.items()}
+    copied_optimizer = copy_of_optimizer(optimizer, copies, with_state=False)
     generator = torch.Generator().manual_seed(0)
-    totals = {p: [0.0, 0.0] for p in parts}
+    totals = {p: [0.0, 0.0] for p in sizes}
     for number in range(_STEPS):
-        for p, copied in copies.items():
-            copied.grad = sizes[p] * torch.randn(copied.shape, generator=generator).to(copied.device)
-        before = {p: copied.clone() for p, copied in copies.items()}
-        with CastsOff():
-            twin.step()
-        for p, part in parts.items() if number >= _STEPS - _COUNTED else ():
+        for p, size in sizes.items():
+            dtype, device = copies[p].dtype, copies[p].device
+            random = torch.randn(copies[p].shape, generator=generator, dtype=dtype, device="cpu")
+            copies[p].grad = size * random.to(device)
+        before = {p: copies[p].clone() for p in sizes}
+        # Neither a default device nor hooks of all optimizers, which the user has set for the originals, apply.
+        with CastsOff(), torch.device("cpu"), StepHooks(copied_optimizer):
+            copied_optimizer.step()
+        for p in sizes if number >= _STEPS - _COUNTED else ():
+            part = parts[p]
             if part.numel():
                 step = copies[p] - before[p]
                 totals[p][0] += float(step.abs().mean()) / _COUNTED
-                totals[p][1] += float(((part.float() + step).to(part.dtype) == part).double().mean()) / _COUNTED
-    slots = {p: sum(v.numel() for v in _kept(twin.state.get(c))) / max(1, c.numel()) for p, c in copies.items()}
-    return {p: _Steps(size, stuck, slots[p]) for p, (size, stuck) in totals.items()}
+                totals[p][1] += float(((_wide(part) + step).to(part.dtype) == part).double().mean()) / _COUNTED
+    states = {p: _kept(copied_optimizer.state.get(copies[p])) for p in sizes}
+    elements = {p: sum(v.numel() for v in state) / max(1, copies[p].numel()) for p, state in states.items()}
+    return {p: _Steps(size, stuck, elements[p]) for p, (size, stuck) in totals.items()}
 
 
 def _kept(state: Any) -> list[torch.Tensor]:
     """List the tensors of a parameter's state that have an entry per element."""
     values = state.values() if isinstance(state, dict) else ()
-    return [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.numel() > 1]
+    floating = [v for v in values if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
+    return [v for v in floating if v.numel() > 1]
 
 
 def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
@@ -344,7 +367,13 @@ def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session
         lines.append(
             f"{_mean(wide):.0%} of the weights kept in float32 do not change in a step: raise the learning rate"
         )
-    unknown = sorted({each.kind for each in updates.values() if each.stuck is None})
+    trained = [each for p, each in updates.items() if p.requires_grad and each.stuck is None]
+    for kind, failure in sorted({(each.kind, each.failure) for each in trained if each.failure}):
+        lines.append(
+            f"Neither updates nor states of {kind} could be measured, and its states count as 0 bytes before the first "
+            f"step ({failure})"
+        )
+    unknown = sorted({each.kind for each in trained if not each.failure})
     if unknown:
         lines.append(
             f"The size of updates by {', '.join(unknown)} depends on the gradients: audit again after a backward pass"

@@ -55,7 +55,7 @@ def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def kept_values(parameter: Any, session: Session | None) -> torch.Tensor:
+def stepped_values(parameter: Any, session: Session | None) -> torch.Tensor:
     """Return the values that an optimizer steps: those of the parameter's master, or else its own."""
     has_master = session is not None and session.masters.of(parameter) is not None
     values = session.values.of(parameter) if session is not None and has_master else None

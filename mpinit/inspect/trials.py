@@ -20,6 +20,7 @@ from ..model.entry_points import ArgumentNames
 from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
+from ..torch_internals.step_hooks import global_hooks_hidden
 from .copies import at_level, copy_of_optimizer, float32_copy
 from .numbers import floating_tensors, sample_of
 from .originals import Originals, forward_refused
@@ -131,6 +132,7 @@ class Trials:
                 with (
                     forward_refused(self.model, clone, "mpinit.suggest", _ADVICE),
                     originals.calls_refused(),
+                    global_hooks_hidden(),
                     torch.enable_grad(),
                 ):
                     _Training(trial, twin, session, self, originals).run(steps)

@@ -5,7 +5,8 @@ for each bucket. Hooks would then run several times, and before masters are roun
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Self
 
 from torch.optim import Optimizer
@@ -65,6 +66,20 @@ class StepHooks:
         while self._hidden:
             owner, name, hooks = self._hidden.pop()
             setattr(owner, name, hooks)
+
+
+@contextmanager
+def global_hooks_hidden() -> Iterator[None]:
+    """Run no step hook that a user has registered for all optimizers inside the block; mpinit's own run."""
+    before = [(name, getattr(module, name)) for name in _GLOBAL]
+    for name, hooks in before:
+        own = [(key, hook) for key, hook in hooks.items() if hook in _own_hooks]
+        setattr(module, name, OrderedDict(own))
+    try:
+        yield
+    finally:
+        for name, hooks in before:
+            setattr(module, name, hooks)
 
 
 # mpinit's own step pre-hooks -> their handles.

@@ -9,6 +9,7 @@ import torch
 from loops import SignDescent, backward, batches, mlp
 from models import CASES, prepared
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import mpinit
 from mpinit import OPT_LEVELS
@@ -174,3 +175,57 @@ def test_audit_refuses_wrong_arguments() -> None:
         mpinit.audit(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer, not str"):
         mpinit.audit(nn.Linear(2, 2), "adamw")
+
+
+def test_frozen_parameters_of_the_optimizer_are_not_measured() -> None:
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    optimizer = adamw(model, 1e-5)
+    found = mpinit.audit(model, optimizer)
+    assert {row.name: (row.state, row.stuck) for row in found.rows if not row.gradient} == {
+        "0.weight": (0.0, None),
+        "0.bias": (0.0, None),
+    }
+    assert found.advice == "" and set(found.stuck) == {"1.weight", "1.bias"}
+    trained = sum(p.numel() for p in model[1].parameters()) / sum(p.numel() for p in model.parameters())
+    assert found.bytes_per_parameter["O5"]["optimizer state"] == pytest.approx(8 * trained)
+    model.requires_grad_(False)
+    assert mpinit.audit(model, optimizer).stuck == {}
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_shares_do_not_depend_on_the_default_dtype_and_device(default: Any) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    expected = mpinit.audit(model, adamw(model, 1e-4)).stuck
+    try:
+        torch.set_default_device(default) if default == "meta" else torch.set_default_dtype(default)
+        assert mpinit.audit(model, adamw(model, 1e-4)).stuck == expected
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_advice_names_the_error_with_which_measuring_failed() -> None:
+    model = nn.Linear(4, 4)
+    found = mpinit.audit(model, torch.optim.LBFGS(model.parameters()))
+    assert found.stuck == {} and "audit again" not in found.advice
+    assert "Neither updates nor states of LBFGS could be measured" in found.advice and "closure" in found.advice
+
+
+def test_step_hooks_of_all_optimizers_do_not_run() -> None:
+    model = nn.Linear(4, 1)
+    optimizer, ran = adamw(model), []
+    hooks = [
+        register(lambda *_: ran.append(1))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        mpinit.audit(model, optimizer)
+        mpinit.suggest(model, optimizer, lambda m, o: m(torch.ones(2, 4)).square().mean())
+        assert ran == []
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert ran == [1, 1]
+    finally:
+        for hook in hooks:
+            hook.remove()
