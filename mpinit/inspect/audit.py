@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
+from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.tables import plain_table
 from ..basics.wrappers import iter_unwrapped
@@ -23,7 +23,7 @@ from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.step_hooks import StepHooks
-from .copies import copy_of_optimizer, same_random_numbers
+from .copies import copy_of_optimizer, refuse_lazy, same_random_numbers
 from .numbers import stepped_values
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
@@ -151,6 +151,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
+        ValueError: the model has a lazy module that has not run.
 
     Example:
         >>> import torch, mpinit
@@ -164,6 +165,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit needs a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
+    refuse_lazy(model)
     session = registry.sharing(model)
     inner = [] if optimizer is None else [registry.unwrapped(optimizer)]
     optimizers = inner or ([] if session is None else list(session.optimizers))
@@ -190,8 +192,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             targets = select(index, plan).targets
         except ValueError:
             continue  # initialize would refuse it, too
-        is_cast = plan.masters is not MasterWeightsMode.NONE
-        to = {p: targets.get(p, torch.float32 if is_cast else _loaded_dtype(p, session)) for p in model.parameters()}
+        to = {p: targets.get(p, _loaded_dtype(p, session)) for p in model.parameters()}
         # The present state's bytes do not apply to another level.
         after = {p: updates.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
@@ -229,7 +230,9 @@ def _bytes(rows: Sequence[AuditRow]) -> dict[str, float]:
 
 
 def _size(dtype: str) -> int:
-    return parse_dtype(dtype).itemsize if dtype else 0
+    """Return the bytes of a number of any dtype of torch: a quantized model has frozen integers."""
+    itemsize: int = getattr(torch, dtype).itemsize if dtype else 0
+    return itemsize
 
 
 class _Updates(NamedTuple):
@@ -350,7 +353,7 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
 
 def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session: Session | None) -> str:
     known = [row for row in rows if row.stuck is not None]
-    narrow = [row for row in known if row.weight != "float32" and not row.master]
+    narrow = [row for row in known if _size(row.weight) < torch.float32.itemsize and not row.master]
     wide = [row for row in known if row not in narrow]
     lines = []
     share = _mean(narrow)

@@ -16,6 +16,7 @@ from .copies import (
     copied_inputs,
     inside_wrappers,
     plain_copy,
+    refuse_lazy,
     same_random_numbers,
     session_to_run,
 )
@@ -90,9 +91,7 @@ def _check(model: Any, loss: Any, opt_level: Any) -> Session | None:
             f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
             "what that session does, or call mpinit.undo on it first to see what another level would do"
         )
-    lazy = next((name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)), None)
-    if lazy is not None:
-        raise ValueError(f"{lazy!r} is not initialised yet (a lazy module): run one forward pass on example data first")
+    refuse_lazy(model)
     return session
 
 

@@ -229,3 +229,31 @@ def test_step_hooks_of_all_optimizers_do_not_run() -> None:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+OTHERS = [torch.uint8, torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_frozen_parameters_of_other_dtypes_count_by_their_bytes(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.head, model.quantized = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8, dtype=dtype), False)
+    found = mpinit.audit(model, adamw(model.head))
+    assert found.bytes_per_parameter["now"]["weights"] == (4 + dtype.itemsize) / 2
+    assert {row.name: row.weight for row in found.rows}["quantized"] == str(dtype).removeprefix("torch.")
+    if dtype not in (torch.float8_e4m3fn, torch.float64):
+        mpinit.initialize(model, adamw(model.head), "O5", verbosity=0)
+        now = mpinit.audit(model).bytes_per_parameter["now"]
+        assert now["weights"] == found.bytes_per_parameter["O5"]["weights"] == (2 + dtype.itemsize) / 2
+
+
+def test_complex_parameters_are_measured() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+    found = mpinit.audit(model, adamw(model))
+    assert found.stuck["weight"] < 0.1 and sum(found.bytes_per_parameter["now"].values()) == 32
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\)"):
+        mpinit.audit(nn.LazyLinear(2))
