@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..distributed.sharding import local
+from ..masters.masters import IN_FLOAT32
+from ..session import Session
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,7 +46,8 @@ def changes(optimizer: Optimizer) -> Iterator[list[Change]]:
         A list that is empty inside the block, and has one :class:`Change` for each changed weight after it.
 
     Raises:
-        RuntimeError: the optimizer is not initialised.
+        RuntimeError: the optimizer is not initialised, gets parameters inside the block, or the block begins or ends
+            inside ``float32_weights``.
 
     Example:
         >>> import torch, mpinit
@@ -62,12 +65,21 @@ def changes(optimizer: Optimizer) -> Iterator[list[Change]]:
     """
     session = registry.session_of(optimizer)
     managed = session.managed.find(registry.unwrapped(optimizer))
+    _check_weights(session)
     session.values.apply_writes()
-    weights = managed.parameters()
+    weights = list(managed.parameters())
     before = [_bits(weight).clone() for weight in weights]
     found: list[Change] = []
     yield found
+    _check_weights(session)
     session.values.apply_writes()
+    known = set(map(id, weights))
+    added = next((p for p in managed.parameters() if id(p) not in known), None)
+    if added is not None:
+        raise RuntimeError(
+            f"{session.masters.names.of(added)!r} was added to the optimizer inside `with mpinit.changes(optimizer)`, "
+            "and its numbers from before are not known: call add_param_group before the block"
+        )
     for weight, old in zip(weights, before, strict=True):
         now = _bits(weight)
         if now.shape != old.shape or now.dtype != old.dtype:
@@ -75,13 +87,20 @@ def changes(optimizer: Optimizer) -> Iterator[list[Change]]:
                 f"{session.masters.names.of(weight)!r} has another shape or dtype than at the beginning of `with "
                 "mpinit.changes(optimizer)`: put steps inside of the block, and other changes outside"
             )
-        indices = (now != old).nonzero().squeeze(1)
+        indices = (now != old).any(1).nonzero().squeeze(1)
         if indices.numel():
             values = local(weight.detach()).reshape(-1)[indices]
             found.append(Change(session.masters.names.of(weight), indices, values))
 
 
+def _check_weights(session: Session) -> None:
+    """Refuse a block that begins or ends where the model has float32 parameters in the place of its weights."""
+    if session.masters.are_in_model:
+        raise RuntimeError(IN_FLOAT32.format("mpinit.changes()"))
+
+
 def _bits(weight: torch.Tensor) -> torch.Tensor:
-    """View the numbers of a weight, in this process, as flat integers."""
+    """View the numbers of a weight, in this process, as integers; a complex128 is two."""
     flat = local(weight.detach()).reshape(-1)
-    return flat.view(_BITS[flat.element_size()])
+    kind = _BITS[min(flat.element_size(), 8)]
+    return flat.view(kind).view(flat.numel(), flat.element_size() // kind.itemsize)

@@ -75,3 +75,51 @@ def test_writes_from_before_the_block_are_not_its_changes() -> None:
     assert changed == [] and model[0].weight[0, 0] == 3.0
     with pytest.raises(RuntimeError, match="was not initialised"), mpinit.changes(torch.optim.SGD([master], lr=0.1)):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float64])
+def test_wide_and_complex_weights_are_compared(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, "O4", verbosity=0)
+    with mpinit.changes(optimizer) as changed:
+        model.weight.grad = torch.tensor([0.0, 1.0, 0.0], dtype=dtype)
+        optimizer.step()
+    assert [(each.indices.tolist(), each.values.tolist()) for each in changed] == [([1], [0.0])]
+
+
+def test_empty_weights_do_not_change() -> None:
+    model = nn.Module()
+    model.weight, model.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    with mpinit.changes(optimizer) as changed:
+        model.weight.data[1] = 3.0
+    assert [(each.name, each.indices.tolist()) for each in changed] == [("weight", [1])]
+
+
+def test_parameters_that_are_added_inside_the_block_are_refused() -> None:
+    _, optimizer = made("O5")
+    late = nn.Linear(2, 2)
+    words = r"was added to the optimizer inside .*add_param_group before the block"
+    with pytest.raises(RuntimeError, match=words), mpinit.changes(optimizer):
+        optimizer.add_param_group({"params": list(late.parameters())})
+    with mpinit.changes(optimizer) as changed:
+        optimizer.step()
+    assert changed == []
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "split"])
+def test_block_that_begins_or_ends_inside_float32_weights_is_refused(level: str) -> None:
+    model, optimizer = made(level)
+    words = r"mpinit\.changes\(\) was called inside"
+    with mpinit.float32_weights(model), pytest.raises(RuntimeError, match=words), mpinit.changes(optimizer):
+        pass
+    block = mpinit.float32_weights(model)
+    with pytest.raises(RuntimeError, match=words), mpinit.changes(optimizer):
+        block.__enter__()
+    block.__exit__(None, None, None)
+    with mpinit.changes(optimizer) as changed, mpinit.float32_weights(model):
+        model[0].bias.data[1] = 5.0
+    assert [(each.name, each.indices.tolist()) for each in changed] == [("0.bias", [1])]
