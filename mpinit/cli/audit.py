@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import parse_dtype
-from ..inspect.audit import audit
+from ..inspect.audit import PARAMETER_NUMBERS, audit
 from .explain import load, make
 from .output import show_json, show_table, show_text
 from .script import is_script, pair_of_script
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_json(json.loads(report.to_json()))
         return 0
     parameters, sizes = report.tables()
-    show_table("What is stored, what moves least first", *parameters, numbers=(1, 5))
+    show_table("What is stored, what moves least first", *parameters, numbers=PARAMETER_NUMBERS)
     show_table("Memory in training", *sizes, numbers=range(1, 6))
     show_text(report.advice)
     return 0

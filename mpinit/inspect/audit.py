@@ -17,7 +17,9 @@ from ..basics.tables import plain_table
 from ..basics.wrappers import iter_unwrapped
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
+from ..masters.states import EncodedStates
 from ..model.selection import select
+from ..optimizer.per_parameter import kept_states
 from ..plan import MasterWeightsMode, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
@@ -44,8 +46,12 @@ _MASTER_BYTES: Final = {"": 0, "float32": 4, "split": 2}
 _LARGEST_SIDE: Final = 256
 _STEPS, _COUNTED = 16, 8
 _SIZES: Final = (1e-3, 1e-4)
+# Keys of a group's learning rates: torch's schedulers store the rate at their beginning, and the largest of a cycle.
+_RATES: Final = ("lr", "initial_lr", "max_lr")
 # The share of stuck weights from which on the report has advice.
 _MUCH: Final = 0.1
+# The columns of numbers in the table of parameters.
+PARAMETER_NUMBERS: Final = (1, 5, 6)
 # Rows that are printed.
 _SHOWN: Final = 20
 _Table = tuple[list[str], list[list[str]]]
@@ -62,7 +68,7 @@ class AuditRow:
         weight: the name of its dtype.
         master: "float32", "split" (a 16-bit remainder), or "" without a master.
         gradient: the name of its gradient's dtype in training; "" if it is frozen.
-        rate: the learning rate of its group; None if no optimizer has it.
+        rate: the largest learning rate that its group has, now or by its scheduler; None if no optimizer has it.
         state: bytes of optimizer state per element.
         stuck: share of its elements that a step does not change, 0 to 1; None if it is frozen, or that is not known.
     """
@@ -106,12 +112,13 @@ class Audit:
 
     def tables(self) -> tuple[_Table, _Table]:
         """Return head and rows of two tables: the parameters that change least, and the bytes per parameter."""
-        head = ["parameter", "numbers", "weight", "master", "gradient", "stuck"]
+        head = ["parameter", "numbers", "weight", "master", "gradient", "rate", "stuck"]
         rows = sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_SHOWN]
         shares = ["-" if row.stuck is None else f"{row.stuck:.1%}" for row in rows]
+        rates = ["-" if row.rate is None else f"{row.rate:.3g}" for row in rows]
         cells = [
-            [row.name, f"{row.elements:,}", row.weight, row.master or "-", row.gradient or "-", share]
-            for row, share in zip(rows, shares, strict=True)
+            [row.name, f"{row.elements:,}", row.weight, row.master or "-", row.gradient or "-", rate, share]
+            for row, rate, share in zip(rows, rates, shares, strict=True)
         ]
         sizes = [
             [_label(level, kinds), *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
@@ -122,7 +129,12 @@ class Audit:
     def __str__(self) -> str:
         parameters, sizes = self.tables()
         more = [f"and {len(self.rows) - _SHOWN} more: see .rows"] if len(self.rows) > _SHOWN else []
-        shown = [plain_table(*parameters, numbers=(1, 5)), *more, "", plain_table(*sizes, numbers=range(1, 6))]
+        shown = [
+            plain_table(*parameters, numbers=PARAMETER_NUMBERS),
+            *more,
+            "",
+            plain_table(*sizes, numbers=range(1, 6)),
+        ]
         return "\n".join([*shown, *(["", self.advice] if self.advice else [])])
 
 
@@ -139,7 +151,8 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     update is smaller than half a unit in its last place. To measure updates, the optimizer's own code steps float32
     copies of parts of the weights (at most 256 x 256 elements each), on random gradients of two sizes. With Adam, both
     sizes lead to the same updates, so these are typical. With SGD they differ: the report then uses the size of the
-    present gradients, and reports no share without gradients.
+    present gradients, and reports no share without gradients. The steps use the largest learning rate in a group: that
+    of now (``lr``), or the one that a scheduler has stored (``initial_lr``, ``max_lr``) and warms up to.
 
     Args:
         model: a module, initialised or not, also in a wrapper such as DistributedDataParallel or a compiled module.
@@ -260,20 +273,22 @@ class _Steps(NamedTuple):
 
     size: float
     stuck: float
-    state_elements_per_element: float
+    state_elements: Mapping[Any, float]
 
 
 @torch.no_grad()
 def _measure(optimizer: Optimizer, session: Session | None) -> dict[Any, _Updates]:
     """Measure an optimizer's updates on copies of parts of its parameters; frozen ones have none."""
     found = {
-        p: _Updates(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
+        p: _Updates(type(optimizer).__name__, _rate(group), _bytes_kept(optimizer.state.get(p), p))
         for group in optimizer.param_groups
         for p in group["params"]
     }
     parts = {p: _part(p, session) for p in found}
     trained = [p for p in parts if p.requires_grad]
     measured: dict[Any, _Steps] = {}
+    is_managed = session is not None and any(each is optimizer for each in session.optimizers)
+    encoded = session.managed.shared.states if session is not None and is_managed else None
     with same_random_numbers():
         try:
             small, large = (_run(optimizer, parts, dict.fromkeys(trained, size)) for size in _SIZES)
@@ -289,9 +304,29 @@ def _measure(optimizer: Optimizer, session: Session | None) -> dict[Any, _Update
         stuck: float | None = (small[p].stuck + large[p].stuck) / 2
         if p in depends_on_gradient_size:
             stuck = measured[p].stuck if measured else None
-        elements = small[p].state_elements_per_element
-        found[p] = found[p]._replace(state_elements_per_element=elements, stuck=stuck)
+        states = small[p].state_elements
+        found[p] = found[p]._replace(state_elements_per_element=sum(states.values()), stuck=stuck)
+        if found[p].state is None and encoded is not None:
+            found[p] = found[p]._replace(state=_bytes_encoded(states, p, encoded, kept_states(optimizer)))
     return found
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return the largest learning rate of a group; a warm-up begins with a rate of 0, or nearly 0."""
+    return max(float(group.get(name, 0.0)) for name in _RATES)
+
+
+def _bytes_encoded(
+    states: Mapping[Any, float], parameter: torch.Tensor, encoded: EncodedStates, kept: frozenset[str]
+) -> float:
+    """Return the bytes of optimizer state per element that the first step is going to encode."""
+    numel = max(1, local(parameter).numel())
+    size = encoded.size_of(numel) / numel
+    # Only states of the parameter's shape are encoded.
+    return sum(
+        size if elements == 1.0 and key not in kept else elements * torch.float32.itemsize
+        for key, elements in states.items()
+    )
 
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
@@ -314,6 +349,10 @@ def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping
     """Step copies of the parts on random gradients with these root mean squares; parts without one are frozen."""
     copies = {p: nn.Parameter(_wide(part), requires_grad=p in sizes) for p, part in parts.items()}
     copied_optimizer = copy_of_optimizer(optimizer, copies, with_state=False)
+    for group in copied_optimizer.param_groups:
+        if "lr" in group:
+            lr, rate = group["lr"], _rate(group)
+            group["lr"] = torch.full_like(lr, rate) if isinstance(lr, torch.Tensor) else rate
     generator = torch.Generator().manual_seed(0)
     totals = {p: [0.0, 0.0] for p in sizes}
     for number in range(_STEPS):
@@ -331,22 +370,27 @@ def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping
                 step = copies[p] - before[p]
                 totals[p][0] += float(step.abs().mean()) / _COUNTED
                 totals[p][1] += float(((_wide(part) + step).to(part.dtype) == part).double().mean()) / _COUNTED
-    states = {p: _kept(copied_optimizer.state.get(copies[p])) for p in sizes}
-    elements = {p: sum(v.numel() for v in state) / max(1, copies[p].numel()) for p, state in states.items()}
+    elements = {
+        p: {
+            key: value.numel() / max(1, copies[p].numel())
+            for key, value in _kept(copied_optimizer.state.get(copies[p]))
+        }
+        for p in sizes
+    }
     return {p: _Steps(size, stuck, elements[p]) for p, (size, stuck) in totals.items()}
 
 
-def _kept(state: Any) -> list[torch.Tensor]:
-    """List the tensors of a parameter's state that have an entry per element."""
-    values = state.values() if isinstance(state, dict) else ()
-    floating = [v for v in values if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
-    return [v for v in floating if v.numel() > 1]
+def _kept(state: Any) -> list[tuple[Any, torch.Tensor]]:
+    """List the tensors of a parameter's state that have an entry per element, with their names."""
+    entries = state.items() if isinstance(state, dict) else ()
+    tensors = [(key, value) for key, value in entries if isinstance(value, torch.Tensor) and value.numel() > 1]
+    return [(key, value) for key, value in tensors if value.is_floating_point() or value.is_complex()]
 
 
 def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     if not state:
         return None
-    encoded = ((encoded_part(value), local(value)) for value in _kept(state))
+    encoded = ((encoded_part(value), local(value)) for _, value in _kept(state))
     total = sum(value.nbytes if codes is None else codes.code_bytes for codes, value in encoded)
     return total / max(1, local(parameter).numel())
 

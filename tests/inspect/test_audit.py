@@ -89,6 +89,21 @@ def test_encoded_states_count_by_their_bytes() -> None:
     assert mpinit.audit(model).bytes_per_parameter["now"]["optimizer state"] == pytest.approx(2 * (1 + 4 / 128))
 
 
+@pytest.mark.parametrize("state", ["int8", "bfloat16"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.ASGD, torch.optim.Adafactor])
+def test_bytes_of_encoded_states_before_the_first_step_are_those_after_it(make: Any, state: str) -> None:
+    model = nn.Sequential(nn.Linear(100, 70), nn.LayerNorm(70), nn.Linear(70, 100))
+    optimizer = make(model.parameters(), lr=1e-3)
+    split: Any = {"master_weights": "split"} if make is torch.optim.AdamW else {}
+    mpinit.initialize(model, optimizer, "O5", optimizer_state=state, verbosity=0, **split)
+    before = mpinit.audit(model)
+    model(torch.ones(2, 100)).sum().backward()
+    optimizer.step()
+    after = mpinit.audit(model)
+    assert [row.state for row in before.rows] == [row.state for row in after.rows]
+    assert before.bytes_per_parameter["now"] == after.bytes_per_parameter["now"]
+
+
 def test_rows_say_where_each_number_lives() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
@@ -257,3 +272,29 @@ def test_complex_parameters_are_measured() -> None:
 def test_lazy_modules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\)"):
         mpinit.audit(nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 100)),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-4, total_iters=100),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=100),
+    ],
+)
+def test_share_in_a_warm_up_is_that_of_the_rate_after_it(scheduled: Any, is_tensor: bool) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return adamw(model, torch.tensor(1e-2) if is_tensor else 1e-2)  # type: ignore[arg-type]
+
+    expected = mpinit.audit(model, optimizer())
+    warmed = optimizer()
+    scheduled(warmed)
+    rate = float(warmed.param_groups[0]["lr"])
+    found = mpinit.audit(model, warmed)
+    assert rate < 1e-3 and float(warmed.param_groups[0]["lr"]) == rate, "the optimizer keeps its rate"
+    assert [row.rate for row in found.rows] == pytest.approx([1e-2, 1e-2]) and " 0.01 " in str(found)
+    assert found.stuck["weight"] == pytest.approx(expected.stuck["weight"], abs=0.02)
+    assert found.stuck["weight"] < 0.3
