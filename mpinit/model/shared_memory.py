@@ -1,4 +1,4 @@
-"""Memory that a parameter shares with other tensors; a cast would silently separate them."""
+"""Memory that a parameter or buffer shares with other tensors; a cast would silently separate them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -41,10 +41,43 @@ def check_memory(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype])
         else:
             continue
         raise ValueError(_SHARED.format(_name_of(parameter, index), *fault))
+    if index.buffers:
+        _check_buffers(index, targets)
 
 
-def _name_of(parameter: torch.Tensor, index: ModelIndex) -> str:
-    return next(name for name, own in index.parameters if own is parameter)
+def _check_buffers(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse to cast buffers whose memory overlaps that of another buffer or of a parameter.
+
+    Buffers that are different parts of one memory are cast: a write to the one changes no number of the other.
+    """
+    buffers = dict.fromkeys(tensor for _, tensor in index.buffers if tensor.is_floating_point())
+    if all(targets.get(buffer, buffer.dtype) == buffer.dtype for buffer in buffers):
+        return
+    seen: dict[int, list[torch.Tensor]] = {}
+    for tensor in dict.fromkeys(tensor for _, tensor in (*index.parameters, *((None, buffer) for buffer in buffers))):
+        if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        others = seen.setdefault(tensor.untyped_storage().data_ptr(), []) if tensor.numel() else []
+        for other in others:
+            is_cast = any(targets.get(each, each.dtype) != each.dtype for each in (tensor, other))
+            if tensor in buffers and is_cast and _overlap(tensor, other):
+                names = _name_of(tensor, index), _name_of(other, index)
+                raise ValueError(_SHARED.format(names[0], f"shares memory with {names[1]!r}", _VIEW.format(*names)))
+        others.append(tensor)
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors in one storage have a number in common."""
+    used = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.bool, device="cpu")
+    if first.dtype != second.dtype:
+        return True
+    first_used, second_used = (used.as_strided(t.size(), t.stride(), t.storage_offset()) for t in (first, second))
+    first_used.fill_(True)
+    return bool(second_used.any())
+
+
+def _name_of(tensor: torch.Tensor, index: ModelIndex) -> str:
+    return next(name for name, own in (*index.parameters, *index.buffers) if own is tensor)
 
 
 def _is_part(gradient: torch.Tensor) -> bool:
@@ -59,6 +92,10 @@ _SHARED: Final = (
     "any more. {2}"
 )
 _TIE: Final = "Make them one parameter, or copy each to memory of its own, by parameter.data = parameter.data.clone()"
+_VIEW: Final = (
+    "Compute the view in forward, or register one tensor in both places, or copy it by .clone(). To cast neither, add "
+    "keep_fp32=[{0!r}, {1!r}]"
+)
 _PART: Final = (
     "Make views of it after mpinit.initialize, or copy it to memory of its own before, by "
     "parameter.data = parameter.data.clone()"
