@@ -67,7 +67,8 @@ def keyword_types() -> dict[str, str]:
     found = {}
     for field in fields(Settings):
         hint = hints[field.name]
-        found[field.name] = "Config" if hint == Config else " | ".join(_with_strings(_members(hint)))
+        accepted = [*_with_strings(_members(hint)), "None"]
+        found[field.name] = "Config" if hint == Config else "Any" if hint is Any else " | ".join(accepted)
     for name, field in Properties.model_fields.items():
         is_list = get_origin(field.annotation) is tuple
         members = _members(get_args(field.annotation)[0] if is_list else field.annotation)

@@ -18,11 +18,11 @@ KeepInputs = str | Callable[[str, Any], bool]
 class Keywords(TypedDict, total=False):
     """The optional arguments of ``initialize``: its settings, and the fields of :class:`Properties`."""
 
-    enabled: bool | str
-    await_optimizers: bool | str
-    num_losses: int | str
+    enabled: bool | str | None
+    await_optimizers: bool | str | None
+    num_losses: int | str | None
     config: Config
-    verbosity: int | str
+    verbosity: int | str | None
     process_group: Any
     cast_model_type: Dtype | Literal[False] | None
     patch_torch_functions: bool | str | None

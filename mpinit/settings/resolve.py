@@ -44,8 +44,9 @@ class Settings:
     process_group: Any = None
 
 
+_SETTINGS: Final = tuple(field.name for field in fields(Settings))
 # All arguments of initialize() that are not properties, for the message about a misspelt argument.
-_NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", *[field.name for field in fields(Settings)])
+_NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", *_SETTINGS)
 
 # The levels that a dtype in the place of a level probably means.
 _LEVELS_OF: Final = {
@@ -177,9 +178,12 @@ def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     Returns:
         The settings, the properties among the keywords, and the properties of the configuration.
     """
-    rest = dict(keywords)
+    rest = {name: value for name, value in keywords.items() if value is not None or name not in _SETTINGS}
     config = rest.pop("config", None)
     from_config = read_config(config, tuple(_NUMBERS))
+    for name in _NUMBERS:
+        if from_config.get(name, 0) is None:
+            del from_config[name]
     enabled, awaits = rest.pop("enabled", True), rest.pop("await_optimizers", False)
     if isinstance(awaits, str):
         with contextlib.suppress(ValueError):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import mpinit
 from mpinit.plan import MasterWeightsMode, Plan, make_plan
 from mpinit.settings.properties import OPT_LEVELS, Properties
-from mpinit.settings.resolve import read_config, read_settings, resolve
+from mpinit.settings.resolve import Settings, read_config, read_settings, resolve
 from mpinit.settings.spellings import DEFAULT_LEVEL
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -153,7 +154,7 @@ def test_settings_in_any_spelling(value: Any, number: int) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, value) for name in ("num_losses", "verbosity") for value in ("two", 1.5, None, "", [1])),
+        *((name, value) for name in ("num_losses", "verbosity") for value in ("two", 1.5, "", [1])),
         *(("num_losses", value) for value in (True, 0, -1, "0")),
     ],
 )
@@ -171,6 +172,14 @@ def test_enabled_in_any_spelling(enabled: Any, expected: bool) -> None:
     assert read_settings({"enabled": enabled})[0].enabled is expected
     with pytest.raises(ValueError, match="'maybe' is not a boolean"):
         read_settings({"enabled": "maybe"})
+
+
+def test_none_counts_as_not_passed_for_every_setting() -> None:
+    names = [field.name for field in dataclasses.fields(Settings)]
+    assert read_settings(dict.fromkeys(names))[0] == Settings()
+    assert read_settings({"config": {"num_losses": None, "verbosity": None}})[0].num_losses == 1
+    model = mpinit.initialize(torch.nn.Linear(2, 2), opt_level="O5", enabled=None, verbosity=None)
+    assert model.weight.dtype is BF16
 
 
 CHOICES: dict[str, list[Any]] = {
