@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..basics.dtypes import as_float32, is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION, as_float32, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import Names
 from ..distributed.sharding import (
@@ -30,6 +30,8 @@ from ..torch_internals.bulk import (
     are_same,
     changed_versions,
     data_ptrs,
+    grads_of,
+    have_grads,
     in_pieces,
     layouts_of,
     versions_of,
@@ -116,8 +118,10 @@ class SplitMasters(Masters):
         # The id of a master whose weight's data was replaced by float32 data -> the weight and the remainder before. If
         # the weight is restored after an evaluation, it gets its remainder back.
         self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # The number of masters, and some weights that were sampled from as many.
-        self._samples: tuple[int, list[torch.Tensor]] = 0, []
+        # The number of masters, their weights, and some of these that were sampled.
+        self._samples: tuple[int, list[torch.Tensor], list[torch.Tensor]] = 0, [], []
+        # How many forwards since the last step found no gradient among the samples.
+        self._misses = 0
         # The id of a sampled weight -> the gradient that the last step used, and its version.
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         # How many backward passes since the last step have added to bfloat16 gradients, and the id and the version of a
@@ -134,7 +138,7 @@ class SplitMasters(Masters):
         self.versions.pop(id(master), None)
         self._earlier.pop(id(master), None)
         self._used.pop(id(master.weight), None)
-        self._samples = 0, []
+        self._samples = 0, [], []
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         assert isinstance(master, SplitMaster)
@@ -282,21 +286,31 @@ class SplitMasters(Masters):
 
     # -- gradients of several backward passes ------------------------------------------------------------------------
 
-    def widen_unused_gradients(self) -> None:
+    def widen_unused_gradients(self, has_gradients: bool = False) -> None:
         """Widen bfloat16 gradients that no step has used yet, so that another backward pass adds to them in float32.
 
         A sum in bfloat16 stops growing when the summand is less than half a unit in its last place. Only a few
         gradients are examined, because every forward of a model calls this. In a process group gradients stay bfloat16:
         they may be views of DistributedDataParallel's buckets, which have the weights' dtype.
+
+        Args:
+            has_gradients: whether some weight is known to have a gradient. Default False.
         """
-        for weight in self._sampled():
-            gradient = weight.grad
-            is_narrow = gradient is not None and is_lower_precision(gradient.dtype)
-            if gradient is not None and is_narrow and self._is_unused(weight, gradient):
-                if is_distributed():
-                    self._count_pass((id(gradient), gradient._version))
-                else:
+        samples = self._sampled()
+        gradients = [weight.grad for weight in samples]
+        if gradients.count(None) == len(gradients):
+            # The first forward after a step finds none as a rule. If a later one finds none, others may have some.
+            self._misses += 1
+            if not (has_gradients or self._misses > 1) or not self._sample_again():
+                return
+            samples = self._sampled()
+            gradients = [weight.grad for weight in samples]
+        for weight, gradient in zip(samples, gradients, strict=True):
+            if gradient is not None and self._is_unused(weight, gradient):
+                if not is_distributed():
                     self.widen_gradients()
+                elif is_lower_precision(gradient.dtype):
+                    self._count_pass((id(gradient), gradient._version))
                 return
 
     def _count_pass(self, gradient: tuple[int, int]) -> None:
@@ -316,26 +330,52 @@ class SplitMasters(Masters):
     @torch.no_grad()
     def widen_gradients(self) -> None:
         """Widen all bfloat16 gradients one after another, so that each is freed before the next is widened."""
-        for master in self:
-            gradient = master.weight.grad
+        weights = self._all_weights()
+        gradients = grads_of(weights)
+        narrow = [
+            index
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and gradient.dtype in LOWER_PRECISION
+        ]
+        for index in narrow:
+            gradient, gradients[index] = gradients[index], None
             # A gradient that is a view of a buffer of the user's stays there.
-            if gradient is not None and is_lower_precision(gradient.dtype) and not gradient._is_view():
-                master.weight.grad = as_float32(gradient)
+            if gradient is not None and not gradient._is_view():
+                weights[index].grad = as_float32(gradient)
 
     def gradients_used(self) -> None:
         """Record that a step has used the gradients, or was skipped for them."""
-        self._passes = 0
+        self._passes = self._misses = 0
+        if not have_grads(self._sampled()):
+            self._sample_again()
         self._used = {
             id(weight): (weakref.ref(weight.grad), weight.grad._version)
             for weight in self._sampled()
             if weight.grad is not None
         }
 
-    def _sampled(self) -> list[torch.Tensor]:
+    def _all_weights(self) -> list[torch.Tensor]:
         if self._samples[0] != len(self._of):
             weights: list[torch.Tensor] = [master.weight for master in self]
-            self._samples = len(weights), weights[:: -(-len(weights) // _SAMPLES) or 1]
+            self._samples = len(weights), weights, _some_of(weights)
         return self._samples[1]
+
+    def _sampled(self) -> list[torch.Tensor]:
+        """Return a few weights, which all require gradients."""
+        weights = self._all_weights()
+        samples = self._samples[2]
+        if not all([weight.requires_grad for weight in samples]):  # noqa: C419 (a generator costs more)
+            samples = _some_of([weight for weight in weights if weight.requires_grad])
+            self._samples = len(weights), weights, samples
+        return samples
+
+    def _sample_again(self) -> bool:
+        """Sample weights that have gradients, because none of the sampled ones has; return whether there are any."""
+        weights = self._all_weights()
+        found = [weight for weight, gradient in zip(weights, grads_of(weights), strict=True) if gradient is not None]
+        if found:
+            self._samples = len(weights), weights, _some_of(found)
+        return bool(found)
 
     def _is_unused(self, weight: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Return whether no step has used a gradient, or it was cleared in place and added to since."""
@@ -522,6 +562,10 @@ class _Bucket(MasterBatch):
         for value, laid_out in zip(present, self._values, strict=True):
             if value.data_ptr() != laid_out.data_ptr():
                 laid_out.copy_(value)
+
+
+def _some_of(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return weights[:: -(-len(weights) // _SAMPLES) or 1]
 
 
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class Gradients:
         too.
         """
         if isinstance(self._masters, SplitMasters) and have_grads(self.weights):
-            self._masters.widen_unused_gradients()
+            self._masters.widen_unused_gradients(has_gradients=True)
 
     @without_gradients
     def scale(self, block: object | None, scaler: LossScaler, done: Done, is_own: bool = True) -> bool:

@@ -75,6 +75,49 @@ def test_sum_of_many_equal_passes(way: str, kind: str) -> None:
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
+class Biases(nn.Module):
+    """Layers of which a pass uses only the biases: of all of them, or of the last layer after the first."""
+
+    def __init__(self, in_turns: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])
+        self.in_turns, self.calls = in_turns, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = [layer.bias for layer in self.layers]
+        used = [used[-1 if self.calls >= 400 else 0]] if self.in_turns else used
+        self.calls += 1
+        return x + torch.stack(used).sum(0)
+
+
+@pytest.mark.parametrize("way", ["plain", "scale_loss"])
+@pytest.mark.parametrize("which", ["frozen", "unused", "in turns"])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, way: str, has_stepped: bool) -> None:
+    model = Biases(which == "in turns").to(device())
+    optimizer = SGD(model.parameters(), lr=0.0)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    for layer in model.layers if which == "frozen" else ():
+        layer.weight.requires_grad_(False)
+    if has_stepped:
+        model(torch.ones(1, 2, device=device())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.calls = 0
+    for _ in range(800):
+        loss = model(torch.ones(1, 2, device=device())).sum() * 1.001
+        if way == "plain":
+            loss.backward()
+            continue
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = torch.full((2,), 400.0 if which == "in turns" else 800.0, device=device())
+    assert len(found) == (2 if which == "in turns" else 8)
+    for gradient in found:
+        torch.testing.assert_close(gradient, expected, rtol=0.005, atol=0)
+
+
 @pytest.mark.parametrize("way", ["plain", "scale_loss"])
 def test_sum_of_random_passes_in_several_cycles(way: str) -> None:
     """Clear gradients in place and by None, and step, between cycles of 64 passes."""
