@@ -14,8 +14,9 @@ as the parameters inside ``with float32_weights(model)``. One rule applies to al
 4. Code that runs in every iteration works on all tensors in bulk.
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils.hooks import RemovableHandle
 
 from ..basics.modules import Names
 from ..distributed.sharding import is_sharded, local, shard
@@ -33,24 +33,17 @@ from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
 from ..torch_internals.bulk import (
     are_same,
-    changed_grads,
     changed_versions,
-    set_grads,
-    set_grads_of_same_dtype,
     versions_of,
 )
 from ..torch_internals.parameter_data import have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
+from ..torch_internals.running import reads_without_sync
 from .block_parameters import BlockParameters
 from .casting import TensorCasts
+from .master_gradients import BOTH, MasterGradients
 
 # How many tensors an error names.
 _NAMED: Final = 12
-_FLOAT32: Final = frozenset({torch.float32})
-_BOTH: Final = (
-    "the weight {0!r} and its float32 master of mpinit.master_params() were both {1}, differently: change one of the "
-    "two"
-)
 _STALE: Final = (
     "{} of a state dict that model.state_dict() returned {} written to after the weight had moved (by a step, a load "
     "or a write): its other numbers are those of before. Entries are copies: call model.state_dict() anew and write to "
@@ -121,7 +114,8 @@ class Float32Values:
         """
         handed_out = self._handed_out
         if handed_out is not None and handed_out.masters and not self.masters.are_in_model:
-            handed_out.apply_gradients()
+            handed_out.drop_discarded()
+            handed_out.gradients.apply()
 
     def has_unapplied_writes(self) -> bool:
         """Return whether a handed-out entry or master was written to since :meth:`apply_writes`; changes nothing."""
@@ -148,7 +142,7 @@ class Float32Values:
         if self._handed_out is not None and self._handed_out.masters:
             self._handed_out.apply_writes()
             if with_gradients:
-                self._handed_out.apply_gradients()
+                self._handed_out.gradients.apply()
         if self._entries:
             self._apply_entries()
         if self.block_parameters:
@@ -287,13 +281,13 @@ class Float32Values:
             returned = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
             self._last_handed_out = asked, masters, returned, len(self.masters)
             self._handed_out.add(masters)
-        self._handed_out.add_gradients()
+        self._handed_out.gradients.begin()
         return list(returned)
 
     def bind_gradients(self) -> None:
         """Set the ``grad`` of handed-out masters to their weights'; after a backward pass."""
         if self._handed_out is not None and self._handed_out.masters and not self.masters.are_in_model:
-            self._handed_out.bind_gradients()
+            self._handed_out.gradients.bind()
 
     def moved(self, masters: Sequence[Master]) -> None:
         """Record that weights and their masters were just changed together, so that this does not count as a write.
@@ -328,6 +322,7 @@ class Float32Values:
         """End a block: all masters count as handed out, and entries of its state dicts are copies from now on."""
         if self._handed_out is not None:
             self._handed_out.add(self.masters)
+            self._handed_out.gradients.restore_hooks()
         self.moved(list(self.masters))
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:
@@ -391,10 +386,9 @@ def _is_masters_memory(masters: Masters, tensor: torch.Tensor, values: torch.Ten
 
 
 class HandedOutMasters:
-    """The full masters that users have, as parallel lists: masters, weights, float32 parameters.
+    """The full masters that users may refer to, from ``master_params`` or a block.
 
-    A master's ``grad`` is its weight's. A write to a master is rounded into its weight. A gradient that was replaced
-    counts, whether it was replaced on the master or on the weight.
+    A write to a master is rounded into its weight.
     """
 
     def __init__(self, table: FullMasters) -> None:
@@ -404,15 +398,13 @@ class HandedOutMasters:
         self._weights: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
         self._are_sharded = False
-        self._has_gradients = False
-        self._hooks: dict[int, RemovableHandle] = {}
-        # From the last time that weights and masters agreed: versions of weights and of masters, gradients of both, and
-        # versions of those gradients that are float32 copies (under DDP gradients have the weights' dtype).
+        # Versions of weights and of masters, from the last time that they agreed.
         self._versions: tuple[list[int], list[int]] = [], []
-        self._bound: list[torch.Tensor | None] = []
-        self._theirs: list[torch.Tensor | None] = []
-        self._copies: dict[int, int] = {}
-        self._on_gradient = _bind_once_a_pass(weakref.ref(self))
+
+    @functools.cached_property
+    def gradients(self) -> MasterGradients:
+        """The gradients that they share with their weights."""
+        return MasterGradients(self._table)
 
     def add(self, masters: Iterable[Master]) -> None:
         """Hand out masters, unless they are handed out already: from now on writes to them count."""
@@ -426,106 +418,36 @@ class HandedOutMasters:
             self._table.data_use.keep(master.parameter)
         if new:
             self._arrange([*self.masters, *new])
-
-    def add_gradients(self) -> None:
-        """Set the ``grad`` of all handed-out masters, now and after each backward pass."""
-        if self._has_gradients and len(self._hooks) == len(self.masters):
-            return  # apply_gradients() has set them
-        self._has_gradients = True
-        if len(self._hooks) < len(self.masters):
-            for master in self.masters:
-                weight: Any = master.weight
-                if id(master) not in self._hooks and weight.requires_grad:
-                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(self._on_gradient)
-        self.bind_gradients()
+            self.gradients.bind()
 
     def _arrange(self, masters: list[Master]) -> None:
+        before = self._index
         self.masters = masters
         self._index = {id(master): index for index, master in enumerate(masters)}
         self._weights = [master.weight for master in masters]
         self._parameters = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
-        self.remember_all()
+        self.gradients.arrange(masters)
+        # Writes to masters that stay are still to be found.
+        places = [before.get(id(master)) for master in masters]
+        weights, parameters = map(versions_of, map(self._counted, (self._weights, self._parameters)))
+        known = self._versions
+        self._versions = (
+            [now if place is None else known[0][place] for place, now in zip(places, weights, strict=True)],
+            [now if place is None else known[1][place] for place, now in zip(places, parameters, strict=True)],
+        )
 
     def close(self) -> None:
         """Drop all masters."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks = {}
-        set_grads(self._parameters, [None] * len(self._parameters))
+        self.gradients.close()
         for master in self.masters:
             self._table.handed_out.discard(id(master))
         self._arrange([])
 
-    def _drop_discarded(self) -> None:
-        for master in self.masters:
-            if id(master) not in self._table.handed_out and id(master) in self._hooks:
-                self._hooks.pop(id(master)).remove()
-        self._arrange([master for master in self.masters if id(master) in self._table.handed_out])
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def bind_after_backward(self) -> None:
-        """Bind gradients at the end of a backward pass."""
-        if not (self._table.are_in_model or self._table.is_open):
-            self.bind_gradients()
-
-    def bind_gradients(self, anew: bool = False) -> None:
-        """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype.
-
-        Args:
-            anew: also bind where the ``grad`` of a master or its float32 copy was changed since. Default False.
-        """
-        if not self._has_gradients:
-            return
-        theirs = changed_grads(self._weights, self._theirs)
-        if theirs is None:
-            if not anew or not (self._copies or changed_grads(self._parameters, self._bound)):
-                return
-            theirs = self._theirs
-        self._bound, self._theirs, self._copies = theirs, theirs, {}
-        if set_grads_of_same_dtype(self._parameters, theirs):
-            return
-        if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
-            with torch.no_grad():
-                self._bound = [None if gradient is None else gradient.float() for gradient in theirs]
-            copies = enumerate(zip(self._bound, theirs, strict=True))
-            self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
-        set_grads(self._parameters, self._bound)
-
-    def apply_gradients(self) -> None:
-        """Set weights' gradients to those that were set on their masters, and the reverse.
-
-        Raises:
-            RuntimeError: a weight and its master got other gradients.
-        """
-        if not self._has_gradients:
-            return
+    def drop_discarded(self) -> None:
+        """Drop masters that the session has discarded, because their weights are in no model and no optimizer."""
         if len(self._table.handed_out) != len(self.masters):
-            self._drop_discarded()
-        mine = changed_grads(self._parameters, self._bound)
-        is_changed = False
-        if mine is not None or self._copies:
-            mine = self._bound if mine is None else mine
-            for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
-                version = self._copies.get(index)
-                is_written = version is not None and gradient is not None and gradient._version != version
-                if gradient is not bound or is_written:
-                    is_changed = True
-                    self._apply_gradient(master, gradient, self._theirs[index])
-        # Also where nothing was set on a master: it would keep a gradient alive that zero_grad() has dropped.
-        self.bind_gradients(anew=is_changed)
-
-    def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
-        theirs = master.weight.grad
-        is_cleared_before_backward = mine is None and theirs is not before
-        if mine is theirs or is_cleared_before_backward:
-            return
-        if before is None and theirs is not None and mine is not None:
-            mine = theirs.add_(mine)  # the loss has reached both, as with a penalty on masters
-        elif theirs is not before and theirs is not None:
-            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "assigned other gradients"))
-        master.weight.grad = mine
+            self._arrange([master for master in self.masters if id(master) in self._table.handed_out])
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -537,7 +459,7 @@ class HandedOutMasters:
             for tensor in (master.weight, master.parameter):
                 if id(tensor) in use.touched:
                     use.keep(tensor)
-        self.bind_gradients(anew=True)
+        self.gradients.bind(anew=True)
 
     def remember_changed(self, masters: Sequence[Master]) -> None:
         """Do the same as :meth:`remember_all` for some masters; those that are not handed out are left out."""
@@ -553,7 +475,7 @@ class HandedOutMasters:
         for tensor in chain(*pairs) if use.touched else ():
             if id(tensor) in use.touched:
                 use.keep(tensor)
-        self.bind_gradients(anew=True)
+        self.gradients.bind(anew=True)
 
     def _counted(self, tensors: list[nn.Parameter]) -> list[Any]:
         return list(map(shard, tensors)) if self._are_sharded else tensors
@@ -579,8 +501,7 @@ class HandedOutMasters:
         Raises:
             RuntimeError: a weight and its master were written to, or got other gradients, and differ.
         """
-        if len(self._table.handed_out) != len(self.masters):
-            self._drop_discarded()
+        self.drop_discarded()
         touched = self._table.data_use.touched
         weights, parameters = self._changed_versions(self._weights, 0), self._changed_versions(self._parameters, 1)
         if touched or not (weights is None and parameters is None):
@@ -609,7 +530,7 @@ class HandedOutMasters:
                 self._unify(master, before[0] is not None)
             return
         if weight_moved and master_moved and not bool(is_rounding(weight, parameter).all()):
-            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "written to"))
+            raise RuntimeError(BOTH.format(self._table.names.of(master.weight), "written to"))
         if weight_moved or master_moved:
             self._unify(master, not master_moved)
 
@@ -626,20 +547,3 @@ class HandedOutMasters:
         parameter.copy_(torch.where(is_written, meaning(weight, parameter), parameter))
         round_into(master.weight, master.parameter, master.clamps)
         master.last_seen = None
-
-
-def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
-    """Make the post-accumulate-grad hook of all weights: once per backward pass it queues the binding of gradients."""
-    # A closure, because it runs for every weight in every backward pass, and a method needs a third more time.
-    last = -1
-    current = current_graph_task
-
-    def on_gradient(_: torch.Tensor) -> None:
-        nonlocal last
-        if last != (now := current()):
-            last = now
-            handed_out = known()
-            if handed_out is not None:
-                call_after_backward(handed_out.bind_after_backward)
-
-    return on_gradient

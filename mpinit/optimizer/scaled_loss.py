@@ -104,6 +104,8 @@ class ScaledLoss:
         try:
             # The scale is copied before its update. The copy may fail, and gradients have to be unscaled all the same.
             written = [(each.writes, self._scaler.scale_now()) for each in self._checks() if each.writes.were_done()]
+            for optimizer in self._optimizers if exc_type is None else ():
+                optimizer.members.values.apply_gradients()
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
             if is_distributed() and self._optimizers:
