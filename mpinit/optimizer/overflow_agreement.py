@@ -103,8 +103,9 @@ class OverflowAgreement:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether every group consists of this rank only."""
-        return all(torch.distributed.get_world_size(group) == 1 for group in self.groups())
+        """Return whether every group, or that of every DistributedDataParallel, consists of this rank only."""
+        groups = self.groups() or [each.process_group for each in self._wrappers_with(WrapperStatus.AGREED)]
+        return all(torch.distributed.get_world_size(group) == 1 for group in groups)
 
     def _wrappers_with(self, *statuses: WrapperStatus) -> list[Any]:
         return [wrapper for wrapper in self._wrappers.with_status(*statuses) if not is_joining(wrapper)]

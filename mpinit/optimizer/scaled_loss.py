@@ -21,7 +21,7 @@ from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer, before_backward
 from .optimizers import ManagedOptimizers
-from .step import ONE_PROCESS, EndOfBlock, GradientChecks, agree_beside, agree_on, end_of_block
+from .step import ONE_PROCESS, EndOfBlock, GradientChecks, agree_beside, agree_on, agree_silently, end_of_block
 from .unreduced import UnreducedGradients
 
 _IS_PATCHED: Final = attrgetter("is_patched")
@@ -200,6 +200,7 @@ class ScaledLoss:
             agree_on(self._checks(), [scaler])
         elif not self._delay_update and end.is_reduced:
             scaler.update()
+            agree_silently(self._checks())
         elif scaler.found_inf is not None:
             # The first of these optimizers that steps updates the scale.
             for optimizer in self._optimizers:

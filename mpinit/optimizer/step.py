@@ -22,7 +22,7 @@ from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compil
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
-from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler, unread
+from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, agreed, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
 from .ranks import Ranks
@@ -115,6 +115,7 @@ class GradientChecks:
         self._members.values.apply_gradients()
         present = bool(self._gradients.present())
         found_inf = self._gradients.unscale(scaler, done, is_block=False)
+        agree_silently([self])
         if found_inf is not None:
             scaler.record_found_inf(found_inf)
         if were_written:
@@ -181,12 +182,15 @@ class GradientChecks:
             self._check_decided()
 
     def _check_decided(self) -> None:
-        """Check for inf and nan that were written to gradients after ranks agreed, unless a kernel skips by itself."""
+        """Check for inf and nan that were written to gradients after ranks agreed.
+
+        If a kernel skips by itself, nothing is read: it skips after such a write, on this rank alone.
+        """
         before = self._gradients.state.found_inf
-        if self.skips_in_kernel():
-            return
         self._check_stepped()
         found_inf = self._gradients.state.found_inf
+        if self.skips_in_kernel():
+            return
         if before is None or found_inf is None or found_inf is before:
             return
         if not (found_inf > before).item():
@@ -199,6 +203,8 @@ class GradientChecks:
         self.check_gradients(STEP)
         if not self._gradients.are_decided():
             agree_on([self])
+        elif is_distributed():
+            self._check_decided()
 
     def agree_without_step(self) -> bool:
         """Decide with all ranks on gradients whose step this rank has not called; the other ranks decide in their step.
@@ -319,6 +325,19 @@ def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), 
         return
     for scaler in pending:
         scaler.update()
+
+
+def agree_silently(several: Sequence[GradientChecks]) -> None:
+    """Mark gradients as agreed on where DistributedDataParallel has made them the same on all ranks."""
+    if not (several and is_distributed()):
+        return
+    overflow = several[0].ranks.overflow
+    if overflow.groups() or overflow.is_alone or not overflow.agrees_after_backward():
+        return
+    for each in several:
+        state = each._gradients.state
+        if state.phase is Phase.UNSCALED and state.found_inf is not None:
+            each._gradients.apply(agreed, state.found_inf)
 
 
 class EndOfBlock(NamedTuple):

@@ -237,6 +237,68 @@ def test_local_steps_in_a_process_group_are_skipped_together() -> None:
     engines.assert_one(mpinit.loss_scale(optimizer))
 
 
+WRITERS: dict[str, Callable[[Any], None]] = {
+    "in place": lambda weight: weight.grad.fill_(INF),
+    "replaced": lambda weight: setattr(weight, "grad", weight.grad * float("nan")),
+    "through data": lambda weight: weight.grad.data.view(-1)[-1].mul_(INF),
+}
+
+
+@ranks(
+    2,
+    *[("block", "O2", "in place"), ("GradScaler", "O1", "replaced"), ("closure", "O2", "in place")],
+    long=[(way, "O2", write) for way in ("block", "GradScaler", "closure") for write in WRITERS],
+)
+def test_inf_that_one_rank_writes_after_the_reduction_is_refused(way: str, level: str, write: str) -> None:
+    """Clip before, which is right; overflows of all ranks are skipped."""
+    runs, model, optimizer = built("ddp", level, init_loss_scale=1024.0)
+    for index, batch in enumerate(map(engines.mine, engines.CASE.batches(4))):
+        last = index == 3 and dist.get_rank() == 1
+
+        def writing(last: bool = last) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if last:
+                WRITERS[write](list(model.parameters())[-1])
+
+        before = engines.whole(model.state_dict())
+        refusal = refused(RuntimeError, "inf or nan came into gradients") if last else contextlib.nullcontext()
+        with refusal:
+            run_and_write(way, runs, optimizer, batch, INF if index == 1 and dist.get_rank() == 0 else 1.0, writing)
+        if last:
+            engines.assert_same(engines.whole(model.state_dict()), before)
+        if index < 3:
+            engines.assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
+            engines.assert_one(model)
+    skipped = int(way != "closure")  # a closure is evaluated again
+    assert mpinit.step_counts(optimizer) == (4 - skipped - dist.get_rank(), skipped)
+
+
+def run_and_write(
+    way: str, runs: nn.Module, optimizer: Any, batch: Any, factor: float, write: Callable[[], None]
+) -> None:
+    """Run one iteration that writes to gradients between their reduction and the step."""
+    optimizer.zero_grad()
+    scaler, factors = mpinit.GradScaler(optimizer), [factor]
+    if way == "closure":
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            engines.backward(runs, optimizer, batch, factors.pop() if factors else 1.0)
+            write()
+
+        optimizer.step(closure)
+    elif way == "block":
+        engines.backward(runs, optimizer, batch, factor)
+        write()
+        optimizer.step()
+    else:
+        scaler.scale(engines.CASE.loss(runs(batch[0]), batch[1]) * factor).backward()
+        scaler.unscale_(optimizer)
+        write()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @ranks(2, ("fsdp",), ("by hand",), ("two losses",))
 def test_overflow_beside_a_step_that_one_rank_leaves_out(kind: str) -> None:
     """Back the scale off on both ranks; the one that steps skips."""
