@@ -15,6 +15,7 @@ from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.wrappers import unwrapped
 from ..distributed.sharding import is_distributed, model_parameters
 from ..masters.masters import IN_FLOAT32, Masters
+from ..torch_internals.bulk import ModuleEntries
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
 from .gradient_state import cleared
 from .gradients import Gradients
@@ -64,8 +65,10 @@ class ManagedOptimizers:
         self.awaits = awaits
         # Compared by identity, without optimizers that were freed.
         self._managed: MutableMapping[Optimizer, ManagedOptimizer] = WeakIdKeyDictionary()
-        # The gradients of parameters that no optimizer has; valid for these generations of the optimizers' members.
+        # The gradients of parameters that no optimizer has; valid for these generations of the optimizers' members, and
+        # as long as the models have the same modules and parameters.
         self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
+        self._modules: ModuleEntries | None = None
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
         return iter(self._managed.values())
@@ -189,7 +192,9 @@ class ManagedOptimizers:
         for members in self.shared.members[:]:
             members.sync_groups()
         (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members[:]])
-        if unowned is None or known != key:
+        if unowned is None or known != key or self._modules is None or not self._modules.are_as_seen():
+            # First, because another thread may change a module while the parameters are listed.
+            self._modules = ModuleEntries([module for model in self.initialized.models for module in model.modules()])
             stepped = {id(weight) for members in self.shared.members[:] for weight in members.weights}
             weights = [p for p in self.initialized.parameters() if id(p) not in stepped]
             before, unowned = unowned, Gradients(weights, self.shared.values.masters)

@@ -1,5 +1,6 @@
 """Parameters, and data of parameters, that were put into a model after ``initialize``."""
 
+import copy
 import functools
 import gc
 import warnings
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import HALVES, backward, mlp
+from loops import HALVES, backward, batches, iterate, mlp, mse, plain_sgd, start
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -224,3 +225,31 @@ def test_swap_tensors_after_a_step_trains_the_new_numbers(kind: str, which: str)
     by_torch = trained(*made("O0"))
     for mine, its in zip(ours, by_torch, strict=True):
         torch.testing.assert_close(mine, its, rtol=0.01, atol=0.002)
+
+
+@pytest.mark.parametrize("is_inserted", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_a_module_that_is_added_later_are_unscaled(level: str, is_inserted: bool) -> None:
+    """Unscale gradients of a module that came in after the first iteration, though no optimizer has it yet."""
+    model, reference, data = mlp(), mlp(), batches(2)
+    optimizer, plain = start(model, level, make=plain_sgd), plain_sgd(reference.parameters())
+    iterate(mse(model, data[0]), optimizer)
+    mse(reference, data[0]).backward()
+    plain.step()
+    plain.zero_grad()
+    torch.manual_seed(1)
+    head = nn.Linear(3, 3)
+    copied = copy.deepcopy(head)
+    if is_inserted:
+        model.insert(4, head)  # calls no hook of torch
+    else:
+        model.append(head)
+    reference.append(copied)
+    optimizer.zero_grad()
+    backward(mse(model, data[1]), optimizer)
+    mse(reference, data[1]).backward()
+    torch.testing.assert_close(head.weight.grad, copied.weight.grad, rtol=1e-2, atol=1e-3)
+    for each, group in ((optimizer, head), (plain, copied)):
+        each.add_param_group({"params": list(group.parameters())})
+        each.step()
+    torch.testing.assert_close(head.weight.detach().float(), copied.weight.detach(), rtol=1e-2, atol=1e-2)
