@@ -76,6 +76,13 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(module(x), x * module.weight / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt())
 
 
+@pytest.mark.parametrize("kind", ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_eps_of_0_is_not_replaced_by_the_default(kind: str) -> None:
+    x = torch.randn(3, 4) * 1e-3
+    reference = F.layer_norm(x, (4,), eps=0.0) if "Layer" in kind else F.rms_norm(x, (4,), eps=0.0)
+    torch.testing.assert_close(getattr(norms, kind)(4, eps=0.0)(x), reference)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_fused_answers_in_the_inputs_dtype_and_mixed_in_the_weights(kind: str, dtype: torch.dtype) -> None:

@@ -30,7 +30,8 @@ class _Norm(nn.Module):
         """Normalise ``input``; the result has the input's dtype, or the weight's for a Mixed norm."""
         norm: Any = self
         affine = (norm.weight, norm.bias) if isinstance(norm, nn.LayerNorm) else (norm.weight,)
-        shape, eps = list(norm.normalized_shape), norm.eps or 1e-5
+        # torch's RMSNorm accepts None, for which it has a default of its own.
+        shape, eps = list(norm.normalized_shape), 1e-5 if norm.eps is None else norm.eps
         present = [tensor for tensor in affine if tensor is not None]
         if all(tensor.dtype == input.dtype for tensor in present):
             # torch's function accumulates in float32.
