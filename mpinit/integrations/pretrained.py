@@ -9,7 +9,9 @@ import torch
 
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
+from ..basics.modules import modules_of
 from ..basics.weak_references import OfModule
+from ..model.forward import patched_forward
 
 
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
@@ -19,8 +21,9 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
 
     Args:
         model: an initialised model of Transformers or PEFT, or one that contains one, as in Sentence Transformers.
-        dtype: the dtype of weights that were cast, or a function that returns it. Weights that ``initialize`` did not
-            cast keep their dtype. Default float32.
+        dtype: the dtype of weights that are 16-bit in forwards, or a function that returns it. With
+            ``master_weights="model"`` and inside ``float32_weights`` these are float32 between forwards. Other weights
+            keep their dtype. Default float32.
 
     Raises:
         RuntimeError: the model is not initialised.
@@ -55,11 +58,12 @@ class _SavePretrained(OfModule):
         model: Any = self.module
         wanted = self.dtype() if callable(self.dtype) else self.dtype
         state = model.state_dict() if state_dict is None else state_dict
-        cast = _cast(model, state, wanted, is_own=state_dict is None)  # empty for a deep copy, which is float32
-        if cast and kwargs.get("push_to_hub"):
+        # Empty for a deep copy, which is float32.
+        cast = _cast(model, state, wanted, is_models_state_dict=state_dict is None)
+        if cast and kwargs.get("push_to_hub") and model.dtype != wanted:
             raise ValueError(
-                "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
-                "model.push_to_hub(name) instead"
+                f"save_pretrained(push_to_hub=True) would upload a config that names {dtype_name(model.dtype)}, the "
+                "dtype of the weights in memory: call model.push_to_hub(name) instead"
             )
         type(model).save_pretrained(model, save_directory, *args, state_dict={**state, **cast}, **kwargs)
         if cast and kwargs.get("is_main_process", True) and not hasattr(model, "peft_config"):
@@ -76,16 +80,32 @@ def _with_configs(model: Any) -> list[Any]:
     return [part for child in model.children() for part in _with_configs(child)]
 
 
-def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_own: bool) -> dict[str, Any]:
-    """Return the entries of weights that were cast, in ``dtype``. Entries of tied weights share one tensor.
+def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_models_state_dict: bool) -> dict[str, Any]:
+    """Return the entries of weights that are 16-bit in forwards, in ``dtype``.
 
-    A weight that has this dtype is used itself, not a cast of its master: split masters round ties away from zero, but
-    a cast rounds ties to even.
+    Entries of tied weights share one tensor. A weight that has this dtype is used itself, not a cast of its master:
+    split masters round ties away from zero, but a cast rounds ties to even.
     """
     cast, of_weight = {}, dict[int, torch.Tensor]()
+    float32_ids = _float32_between_forwards(model)
     for name, weight in model.state_dict(keep_vars=True).items():
-        if name in state and isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype):
-            as_it_is = is_own and weight.dtype == dtype
-            values = weight.detach() if as_it_is else cast_within_range(state[name], dtype)
+        if name not in state or not isinstance(weight, torch.Tensor):
+            continue
+        if is_lower_precision(weight.dtype) or id(weight) in float32_ids:
+            uses_weight_itself = is_models_state_dict and weight.dtype == dtype
+            values = weight.detach() if uses_weight_itself else cast_within_range(state[name], dtype)
             cast[name] = of_weight.setdefault(id(weight), values)
     return cast
+
+
+def _float32_between_forwards(model: Any) -> set[int]:
+    """Return the ids of a model's tensors that are float32 now, and 16-bit in forwards."""
+    session = registry.sharing(model)
+    if session is None:
+        return set()
+    block = session.float32_block
+    found = set(block.narrow) if block is not None and session.masters.are_in_model else set()
+    for module in {module for each in session.models for module in modules_of(each)}:
+        for patched in filter(None, map(patched_forward, vars(module).values())):
+            found.update(map(id, [] if patched.weights is None else patched.weights.parameters()))
+    return found

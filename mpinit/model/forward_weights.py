@@ -185,6 +185,10 @@ class ForwardWeights(OfModule):
         self._kept = {*self._kept, *modules}
         self._layout = None
 
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters that forwards cast; called between forwards."""
+        return [parameter for *_, parameter in _to_be_cast(self._modules(), self.dtype)]
+
     def are_in(self) -> bool:
         """Return whether a forward of this thread has replaced the module's parameters by casts."""
         # In compiled code cast_traced() finds by the dtypes which parameters are cast already.

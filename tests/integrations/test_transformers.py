@@ -6,6 +6,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from frameworks import needs, same_bits, samples, tiny_model
 from loops import backward
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, BertTokenizer, Trainer, TrainingArguments, default_data_collator, get_scheduler
 from transformers.utils import logging
@@ -180,6 +182,29 @@ def test_from_pretrained_reads_what_save_model_writes(name: str, case: tuple[str
     assert same_bits(read.state_dict(), expected)
     mpinit.undo(trainer.model)
     assert "save_pretrained" not in vars(trainer.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["model", "block", "split block"])
+def test_saved_weights_have_the_chosen_dtype_where_they_are_float32_in_memory(
+    way: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Save with ``master_weights="model"``, and inside of ``float32_weights`` after a write there."""
+    model = tiny_model("gpt2")
+    masters = {"model": "model", "block": True, "split block": "split"}[way]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters, keep_fp32=["*.ln_f"], verbosity=0)
+    save_in(model, dtype)
+    with mpinit.float32_weights(model) if way != "model" else nullcontext():
+        with torch.no_grad():
+            model.transformer.wte.weight[0].fill_(1.001)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert AutoConfig.from_pretrained(tmp_path).dtype == dtype
+    for name, value in written.items():
+        assert value.dtype == (torch.float32 if ".ln_f." in name else dtype)
+        assert torch.equal(value, expected[name].to(value.dtype))
 
 
 def test_a_checkpoint_in_bfloat16_gets_masters(tmp_path: Path) -> None:
