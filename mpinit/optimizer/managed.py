@@ -191,6 +191,7 @@ class ManagedOptimizer:
         # Hooks are the user's code: they run once per step, also if it has several parts, with weights in the groups.
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
+        self.members.values.apply_writes()
         if decision in (Decision.RUN, Decision.IN_KERNEL):
             if self.checks.hooks_wrote_nonfinite():
                 return self._skip()

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from loops import backward, batches, keywords, mlp, mse
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,6 +19,45 @@ def test_step_hooks_run_in_torchs_order(level: str) -> None:
     """Run the hooks of all optimizers before its own pre-hooks, and after its own post-hooks."""
     found = [calls_of_hooks(level, is_ours) for is_ours in (True, False)]
     assert found[0] == found[1] and len(found[0]) == 4
+
+
+@pytest.mark.parametrize("what", ["master", "entry", "block", "weight", "gradient", "no gradient"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_write_in_a_pre_hook_counts_in_that_step(level: str, what: str) -> None:
+    """Halve a layer, or replace its gradient, in a hook of each step; compare with the same by hand."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    (name, weight), *_ = model.named_parameters()
+    (master, *_) = mpinit.master_params(optimizer)
+    expected = None
+
+    def halve(*_: Any) -> None:
+        nonlocal expected
+        values, gradient = model.state_dict()[name], weight.grad.float().clone()
+        with torch.no_grad():
+            if what == "master":
+                master.mul_(0.5)
+            elif what == "entry":
+                model.state_dict()[name].mul_(0.5)
+            elif what == "block":
+                with mpinit.float32_weights(model):
+                    next(model.parameters()).mul_(0.5)
+            elif what == "weight":
+                weight.mul_(0.5)
+        if what == "no gradient":
+            master.grad, gradient = None, 0 * gradient
+        elif what == "gradient":
+            master.grad = master.grad * 3
+            gradient *= 3
+        expected = (values if "gradient" in what else values / 2) - 0.5 * gradient
+
+    optimizer.register_step_pre_hook(halve)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=0, atol=2**-9)
 
 
 def calls_of_hooks(level: str, is_ours: bool) -> list[str]:

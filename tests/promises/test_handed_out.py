@@ -1656,12 +1656,5 @@ def test_weight_written_in_another_optimizers_step_keeps_the_number(level: str, 
         assert again is master and master[0, 2] == 0.5
     with torch.no_grad():
         master[0, 0] = 0.25
-    if not is_read:
-        # Both sides were written to, and neither is overwritten without a word.
-        with pytest.raises(RuntimeError, match="both written to, differently"):
-            optimizers[1].step()
-        with torch.no_grad():
-            master.copy_(critic.weight)
-            master[0, 0] = critic.weight[0, 0] = 0.25
     mpinit.undo(critic)
     assert critic.weight[0, ::2].tolist() == [0.25, 0.5]
