@@ -24,6 +24,7 @@ from ..torch_internals.bulk import Entries, are_same, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
 from ..torch_internals.running import is_eager
+from ..torch_internals.traced_writes import break_graph_if_written
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
@@ -285,15 +286,23 @@ class ForwardWeights(OfModule):
 
     @contextmanager
     def cast_traced(self) -> Iterator[None]:
-        """Do the same as :meth:`cast` while torch.compile traces: the casts become part of the graph."""
+        """Do the same as :meth:`cast` while torch.compile traces: the casts become part of the graph.
+
+        A forward that writes in place to a cast is not traced, but runs inside of :meth:`cast`. To copy such a write
+        back, a graph would read all weights in each forward.
+        """
         outside = _to_be_cast(self._modules(), self.dtype)
-        for parameters, name, parameter in outside:
-            parameters[name] = parameter.to(self.dtype)
+        casts = [parameter.to(self.dtype) for *_, parameter in outside]
+        for (parameters, name, _), cast in zip(outside, casts, strict=True):
+            parameters[name] = cast
         try:
             yield
         finally:
             for parameters, name, parameter in outside:
                 parameters[name] = parameter
+        for (_, name, parameter), cast in zip(outside, casts, strict=True):
+            shape, kind = tuple(parameter.shape), type(self._module()).__name__
+            break_graph_if_written(cast, _WRITTEN_IN_COMPILED_CODE.format(name, shape, kind))
 
     def _has_computed(self) -> bool:
         return any(isinstance(name, str) for name in map(_computed_name, self.module._forward_pre_hooks.values()))
@@ -372,6 +381,13 @@ _IN_ANOTHER_THREAD: Final = (
     '{0} runs in another thread, and with master_weights="model" 16-bit casts replace its parameters while its forward '
     "runs. Evaluate in all threads under torch.no_grad(), let one forward end before the next begins, make for each "
     "thread a copy of its own (copy.deepcopy(model)), or use master_weights=True"
+)
+
+
+_WRITTEN_IN_COMPILED_CODE: Final = (
+    "parameter {0!r} of shape {1} in {2} is written to in place by its forward, where master_weights='model' casts it "
+    "to 16 bits, and one graph cannot copy the write back: name its module in keep_fp32, where parameters are float32, "
+    "or write outside of the forward, or use master_weights=True, or compile without fullgraph=True"
 )
 
 

@@ -181,12 +181,12 @@ def stop_batch(use: DataUse) -> None:
 
 
 def _patch() -> None:
-    if "data" not in vars(nn.Parameter):
+    if nn.Parameter.data is TENSOR_DATA:
         nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
 
 
 def _unpatch() -> None:
-    if not (_recorded_in or _batches) and "data" in vars(nn.Parameter):
+    if not (_recorded_in or _batches) and nn.Parameter.data is not TENSOR_DATA:
         del nn.Parameter.data
 
 

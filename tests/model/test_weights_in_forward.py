@@ -216,6 +216,74 @@ def test_compiles_as_one_graph() -> None:
     is_float32_outside(model)
 
 
+# torch hides the first, but not where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not know")
+@pytest.mark.parametrize("breaks", ["explicitly", "by an RNN"])
+def test_a_compiled_forward_may_break_the_graph(breaks: str) -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if breaks == "explicitly":
+            torch._dynamo.graph_break()
+        return self.rnn(x)[0].sum(-1)  # type: ignore[no-any-return]
+
+    model = Parts(run, first=nn.Linear(4, 4), rnn=nn.GRU(4, 4))
+    start(model)
+    torch._dynamo.reset()
+    results = []
+    for forward in (model, torch.compile(model, backend="eager")):
+        output = forward(torch.ones(2, 4))
+        results.append([output, *torch.autograd.grad(output.sum(), list(model.parameters()))])
+    torch.testing.assert_close(results[1], results[0], rtol=0.02, atol=0.01)
+    is_float32_outside(model)
+
+
+class Momentum(nn.Module):
+    """A network, and a frozen one that each forward moves towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.average = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for new, old in zip(self.trained.parameters(), self.average.parameters(), strict=True):
+                old.mul_(0.5).add_(new, alpha=0.5)
+            self.trained.weight[0].clamp_(-0.1, 0.1)
+        return self.trained(x) - 0.5 * self.average(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not know")
+def test_writes_of_a_compiled_forward_to_its_weights_count() -> None:
+    states = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Momentum()
+        optimizer = torch.optim.SGD(model.trained.parameters(), lr=0.3)
+        mpinit.initialize(model, optimizer, "O5", verbosity=0, master_weights="model")
+        before = model.average.weight.clone()
+        forward = torch.compile(model, backend="eager") if compiles else model
+        for _ in range(4):
+            optimizer.zero_grad()
+            forward(torch.ones(2, 4)).pow(2).mean().backward()
+            optimizer.step()
+        assert (model.average.weight - before).norm() > 0.1
+        states.append(dict(model.state_dict()))
+    torch.testing.assert_close(states[1], states[0], rtol=0.02, atol=0.005)
+
+
+@pytest.mark.parametrize("strict", [None, True, False], ids=["compile", "strict export", "export"])
+def test_writes_to_weights_are_refused_where_one_graph_is_wanted(strict: bool | None) -> None:
+    torch._dynamo.reset()
+    model, x = Momentum(), torch.ones(2, 4)
+    mpinit.initialize(model, opt_level="O5", verbosity=0, master_weights="model")
+    with pytest.raises(RuntimeError, match=r"'weight' of shape \(4, 4\) in Momentum is written to in place"):
+        if strict is None:
+            torch.compile(model, backend="eager", fullgraph=True)(x)
+        else:
+            torch.export.export(model, (x,), strict=strict)
+
+
 def test_modules_that_join_later_are_cast_as_well() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     start(model)
