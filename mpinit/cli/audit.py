@@ -11,7 +11,7 @@ from ..basics.dtypes import parse_dtype
 from ..inspect.audit import PARAMETER_NUMBERS, audit
 from .explain import load, make
 from .output import show_json, show_table, show_text
-from .script import is_script, pair_of_script
+from .script import is_script, run_until_first_steps
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -24,18 +24,25 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "factory",
         metavar="SPEC",
         help="pkg.mod:factory, without arguments; returns a model, or model and optimizer. Or SCRIPT.py ARGUMENT ..., "
-        "which runs until its optimizer's first step; options of this command come before it",
+        "which runs until its optimizers' first steps; options of this command come before it",
     )
     parser.add_argument("--optimizer", metavar="NAME", help="where SPEC returns none, such as adamw or pkg.mod:Name")
-    parser.add_argument("--lr", type=float, metavar="RATE", help="its learning rate. Default its own")
+    parser.add_argument(
+        "--lr", type=float, metavar="RATE", help="learning rate of --optimizer. Default: that class's default"
+    )
     parser.add_argument("--dtype", metavar="DTYPE", help="cast the model first, such as to bf16. Default: as it is")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit the model and show the report."""
     if is_script(arguments.factory):
-        model, optimizer = _pair_of_script(arguments)
+        model, optimizer = _from_script(arguments)
     else:
+        if arguments.lr is not None and arguments.optimizer is None:
+            raise ValueError(
+                f"--lr {arguments.lr:g} is the learning rate of --optimizer: add it, such as --optimizer adamw. An "
+                "optimizer that SPEC returns has the learning rate that SPEC sets"
+            )
         model, optimizer = make(arguments.factory)
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
@@ -52,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _pair_of_script(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+def _from_script(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
     if options:
         raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; omit it")
-    return pair_of_script(arguments.factory, arguments.rest)
+    return run_until_first_steps(arguments.factory, arguments.rest)
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:

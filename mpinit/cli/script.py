@@ -1,20 +1,23 @@
-"""A training script that runs until its optimizer's first step, which shows the model and optimizer that it trains."""
+"""A training script that runs until its optimizers' first steps, which show what it trains."""
 
 import contextlib
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..basics.wrappers import iter_unwrapped
 
-class _FirstStepError(BaseException):
-    """The first step is reached: no handler of ``Exception`` in the script stops it."""
+
+class _FirstStepsError(BaseException):
+    """The first steps are reached: no handler of ``Exception`` in the script stops it."""
 
 
 def is_script(spec: str) -> bool:
@@ -22,13 +25,17 @@ def is_script(spec: str) -> bool:
     return spec.endswith(".py")
 
 
-def pair_of_script(path: str, arguments: Sequence[str]) -> tuple[nn.Module, Optimizer]:
-    """Run a script as ``python path arguments...`` does, until the first step, and return what that step trains.
+def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Module, list[Optimizer]]:
+    """Run a script as ``python path arguments...`` does, until its optimizers' first steps.
 
-    What it prints goes to stderr.
+    It ends before a step if all trainable parameters of the modules that ran have an optimizer then, and before the
+    second step of an optimizer at the latest. What it prints goes to stderr.
+
+    Returns:
+        What the steps train, a model or several in an ``nn.ModuleDict``, and the optimizers.
 
     Raises:
-        ValueError: there is no such file, the script ends without a step, or no module that ran has the optimizer's
+        ValueError: there is no such file, the script ends without a step, or no module that ran has the optimizers'
             parameters.
     """
     if not Path(path).is_file():
@@ -41,15 +48,23 @@ def pair_of_script(path: str, arguments: Sequence[str]) -> tuple[nn.Module, Opti
         called.setdefault(module)
 
     def stops(optimizer: Optimizer, *_: Any) -> None:
-        stepping.append(optimizer)
-        raise _FirstStepError
+        is_second = any(each is optimizer for each in stepping)
+        if not is_second:
+            stepping.append(optimizer)
+        if is_second or _trained(called) <= _stepped(stepping):
+            raise _FirstStepsError
 
     hooks = [register_module_forward_pre_hook(called_first), register_optimizer_step_pre_hook(stops)]
     before = sys.argv[:], sys.path[:]
     sys.argv[:] = [path, *arguments]
     sys.path[:1] = [str(Path(path).resolve().parent)]
     try:
-        with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(_FirstStepError):
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            contextlib.suppress(_FirstStepsError),
+            # Dynamo cannot trace the hook, and one iteration needs no compilation.
+            torch.compiler.set_stance("force_eager"),
+        ):
             runpy.run_path(path, run_name="__main__")
     except SystemExit as ended:
         if ended.code:
@@ -60,13 +75,32 @@ def pair_of_script(path: str, arguments: Sequence[str]) -> tuple[nn.Module, Opti
         sys.argv[:], sys.path[:] = before
     if not stepping:
         raise ValueError(f"{path} ended without a step of a torch.optim.Optimizer: there is nothing to audit")
-    return _model_of(stepping[0], list(called), path), stepping[0]
+    return _model_of(stepping, list(called), path), stepping
 
 
-def _model_of(optimizer: Optimizer, called: Sequence[nn.Module], path: str) -> nn.Module:
-    """Return the module with the most of the optimizer's parameters; of several, the first that was called."""
-    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    counts = [len(stepped.intersection(module.parameters())) for module in called]
-    if not any(counts):
-        raise ValueError(f"no module that {path} has called has a parameter of {type(optimizer).__name__}")
-    return called[counts.index(max(counts))]
+def _trained(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
+    return {p for module in modules for p in module.parameters() if p.requires_grad}
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> set[torch.Tensor]:
+    return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _model_of(optimizers: Sequence[Optimizer], called: Sequence[nn.Module], path: str) -> nn.Module:
+    """Return the module with the optimizers' parameters; several, as of a GAN, in a ModuleDict.
+
+    Of several modules with the most of the parameters it is the first that was called.
+    """
+    missing, found = _stepped(optimizers), dict[str, nn.Module]()
+    while missing:
+        counts = [len(missing.intersection(module.parameters())) for module in called]
+        if not any(counts):
+            break
+        *_, module = iter_unwrapped(called[counts.index(max(counts))])
+        missing -= set(module.parameters())
+        name = type(module).__name__
+        found[name if name not in found else f"{name}_{len(found)}"] = module
+    if not found:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(f"no module that {path} has called has a parameter of {names}")
+    return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)

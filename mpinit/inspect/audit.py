@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .. import registry
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import ModelIndex
-from ..basics.tables import plain_table
+from ..basics.tables import counted, plain_table
 from ..basics.wrappers import iter_unwrapped
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
@@ -156,8 +156,9 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
 
     Args:
         model: a module, initialised or not, also in a wrapper such as DistributedDataParallel or a compiled module.
-        optimizer: an optimizer, initialised or not, also in a framework's wrapper. Default None: the optimizers that
-            the model was initialised with. Without any, only dtypes and bytes are reported.
+        optimizer: an optimizer, initialised or not, also in a framework's wrapper, or a list of all that train the
+            model. Default None: the optimizers that the model was initialised with. Without any, only dtypes and bytes
+            are reported, and no optimizer state.
 
     Returns:
         The report, with ``.rows``, ``.stuck``, ``.bytes_per_parameter``, ``.advice``, ``.to_json()``.
@@ -180,10 +181,12 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     *_, model = iter_unwrapped(model)
     refuse_lazy(model)
     session = registry.sharing(model)
-    inner = [] if optimizer is None else [registry.unwrapped(optimizer)]
+    passed = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    inner = [registry.unwrapped(each) for each in passed]
+    for each, found in zip(passed, inner, strict=True):
+        if not isinstance(found, Optimizer):
+            raise TypeError(f"audit needs a torch.optim.Optimizer, or a list of them, not {type(each).__name__}")
     optimizers = inner or ([] if session is None else list(session.optimizers))
-    if not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(f"audit needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     updates: dict[Any, _Updates] = {}
     for each in optimizers:
         updates |= _measure(each, session)
@@ -209,7 +212,14 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         # The present state's bytes do not apply to another level.
         after = {p: updates.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
-    return Audit(rows, sizes, _advice(rows, updates, session))
+    advice = _advice(rows, updates, session)
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in updates]
+    if updates and missing:
+        advice.append(
+            f"{counted(len(missing), 'trainable parameter')} in no audited optimizer, such as {missing[0]!r}: pass a "
+            "list of all optimizers, whose states count, too"
+        )
+    return Audit(rows, sizes, ". ".join(advice))
 
 
 def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
@@ -395,7 +405,7 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     return total / max(1, local(parameter).numel())
 
 
-def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session: Session | None) -> str:
+def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session: Session | None) -> list[str]:
     known = [row for row in rows if row.stuck is not None]
     narrow = [row for row in known if _size(row.weight) < torch.float32.itemsize and not row.master]
     wide = [row for row in known if row not in narrow]
@@ -425,7 +435,7 @@ def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session
         lines.append(
             f"The size of updates by {', '.join(unknown)} depends on the gradients: audit again after a backward pass"
         )
-    return ". ".join(lines)
+    return lines
 
 
 def _mean(rows: list[AuditRow]) -> float:

@@ -6,6 +6,7 @@ Below the public face: the command is called in this process, whose arguments an
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ parser.add_argument("--json", action="store_true")
 options = parser.parse_args()
 assert __name__ == "__main__" and options.json
 torch.manual_seed(0)
-frozen = nn.Linear(16, 16)
+frozen = nn.Linear(16, 16).requires_grad_(False)
 model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).to(torch.bfloat16)
 optimizer = neighbour.OPTIMIZER(model.parameters(), lr=options.lr)
 print("the script prints")
@@ -82,6 +83,90 @@ def test_script_that_mpinit_has_initialised_is_audited_as_it_is(
     assert main(["audit", "--json", script(tmp_path, text), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["master"] for row in found["rows"] if row["weight"] == "bfloat16"} == {"float32"}
+
+
+TWO = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+class Generator(nn.Sequential): pass
+class Discriminator(nn.Sequential): pass
+generator = Generator(nn.Linear(4, 64), nn.Linear(64, 64))
+discriminator = Discriminator(nn.Linear(64, 64), nn.Linear(64, 1))
+of_generator = torch.optim.SGD(generator.parameters(), lr=1e-2)
+of_discriminator = torch.optim.AdamW(discriminator.parameters(), lr=1e-3)
+for _ in range({iterations}):
+    for sign, optimizer in ((1, of_discriminator), (-1, of_generator)):
+        optimizer.zero_grad()
+        (sign * discriminator(generator(torch.ones(2, 4)))).mean().backward()
+        optimizer.step()
+    print("iteration ends")
+"""
+
+
+def audited(path: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    assert main(["audit", "--json", path]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out), printed.err
+
+
+def test_models_and_optimizers_of_a_gan_are_audited_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, err = audited(script(tmp_path, TWO.format(iterations=3)), capsys)
+    assert "iteration ends" not in err
+    rates = {row["name"]: row["rate"] for row in found["rows"]}
+    assert rates["Generator.0.weight"] == 1e-2 and rates["Discriminator.0.weight"] == 1e-3 and len(rates) == 8
+    sizes = {name: (4 * 64 + 64 + 64 * 64 + 64, 64 * 64 + 64 + 64 + 1)[name == "D"] for name in "GD"}
+    state = found["bytes_per_parameter"]["now"]["optimizer state"]
+    assert state == pytest.approx(8 * sizes["D"] / (sizes["G"] + sizes["D"]), rel=1e-2)
+
+
+def test_optimizers_that_share_one_model_are_audited_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SCRIPT.replace(
+        "optimizer = neighbour", "first = torch.optim.SGD(model[1].parameters(), lr=1.0)\noptimizer = neighbour"
+    )
+    text = text.replace("OPTIMIZER(model.", "OPTIMIZER(model[0].").replace(
+        "optimizer.step()", "first.step(); optimizer.step()"
+    )
+    assert main(["audit", "--json", script(tmp_path, text), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "stepped" not in printed.err
+    found = json.loads(printed.out)
+    assert [(row["name"], row["rate"]) for row in found["rows"]] == [
+        ("0.weight", 1e-2),
+        ("0.bias", 1e-2),
+        ("1.weight", 1.0),
+        ("1.bias", 1.0),
+    ]
+    assert "in no audited optimizer" not in found["advice"]
+
+
+def test_script_with_parameters_in_no_optimizer_runs_until_the_second_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SCRIPT.replace("OPTIMIZER(model.", "OPTIMIZER(model[0].")
+    assert main(["audit", "--json", script(tmp_path, text), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("stepped") == 1
+    assert "2 trainable parameters in no audited optimizer, such as '1.weight'" in json.loads(printed.out)["advice"]
+
+
+def test_blocks_that_end_the_script_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT + 'finally:\n    print("finally")\n'
+    assert main(["audit", script(tmp_path, text), "--json"]) == 0
+    assert "finally" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+@pytest.mark.parametrize("line", ["model = torch.compile(model)", "model.compile(fullgraph=True)"])
+def test_compiled_model_is_audited(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT.replace('print("the', f'{line}\nprint("the')
+    assert main(["audit", "--json", script(tmp_path, text), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "0.weight"
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "the model ran on float32 2x3x4: add --input once for each input",
     ),
     "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
+    "a rate": (["audit", MODEL[0], "--lr", "1e-7"], "--lr 1e-07 is the learning rate of --optimizer"),
     "an optimizer": (["audit", MODEL[0], "--optimizer", "adamx"], "'adamx' is no optimizer of torch.optim"),
     "a file": (["convert", "no_such.pt", "out.pt", "--to", "mpinit"], "there is no file 'no_such.pt'"),
 }

@@ -176,6 +176,21 @@ def test_wrappers_are_seen_through(wrapper: Any) -> None:
     assert mpinit.audit(wrapper(model), wrapped).stuck == mpinit.audit(model, optimizer).stuck
 
 
+def test_several_optimizers_are_audited_together() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), adamw(model[1])]
+    for passed in (optimizers, tuple(optimizers)):
+        found = mpinit.audit(model, passed)
+        assert found.bytes_per_parameter["now"]["optimizer state"] == (4 + 8) / 2
+        assert [row.rate for row in found.rows] == [0.1, 1e-3] and "no audited" not in found.advice
+    one = mpinit.audit(model, optimizers[1]).advice
+    assert "1 trainable parameter in no audited optimizer, such as '0.weight': pass a list of all" in one
+    mpinit.initialize(model, optimizers, "O5", verbosity=0)
+    assert mpinit.audit(model).bytes_per_parameter["now"]["optimizer state"] == (4 + 8) / 2
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer, or a list of them, not str"):
+        mpinit.audit(model, [optimizers[0], "adamw"])
+
+
 def test_it_prints_a_table_and_json() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(12)])
     found = mpinit.audit(model, adamw(model))
@@ -188,7 +203,7 @@ def test_it_prints_a_table_and_json() -> None:
 def test_audit_refuses_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="needs a module and an optimizer, not int"):
         mpinit.audit(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer, not str"):
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer, or a list of them, not str"):
         mpinit.audit(nn.Linear(2, 2), "adamw")
 
 
