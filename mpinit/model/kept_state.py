@@ -9,7 +9,7 @@ bits round such writes away, a warning names the tensor.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from .boundary import Boundary, ForwardGuard
 from .float32_values import Float32Values
 from .forward import patched_forward
 from .forward_weights import ForwardWeights
+from .selection import reads_part
 from .written_state import Place, WrittenState, is_watched, warn_of_writes
 
 # A module is kept in float32 if at most one in this many of the models' trained numbers is in it.
@@ -219,13 +220,15 @@ class _Tree:
     def __init__(self, models: Sequence[nn.Module], cast: Boundary) -> None:
         self.names: dict[nn.Module, str] = {}
         self._parents: dict[nn.Module, list[nn.Module]] = {}
+        self._own_names: dict[nn.Module, list[str]] = {}
         self._owners: dict[torch.Tensor, list[nn.Module]] = {}
         for model in models:
             for name, module in model.named_modules():
                 self.names.setdefault(module, name)
         for module in self.names:
-            for child in module.children():
+            for child_name, child in module.named_children():
                 self._parents.setdefault(child, []).append(module)
+                self._own_names.setdefault(child, []).append(child_name)
             for _, tensor in own_tensors(module):
                 self._owners.setdefault(tensor, []).append(module)
         self._models = set(models)
@@ -235,8 +238,8 @@ class _Tree:
     def can_be_kept(self, module: nn.Module) -> bool:
         """Return whether a module can compute in float32 by itself.
 
-        Its forward has casts, it shares no tensor with modules outside of it, no tensor of it is sharded, and few of
-        the trained numbers are in it.
+        Its forward has casts, it shares no tensor with modules outside of it, no module outside reads its tensors, no
+        tensor of it is sharded, and few of the trained numbers are in it.
         """
         forward = patched_forward(vars(module).get("forward"))
         if module in self._models or forward is None or forward.boundary is not self._cast:
@@ -245,8 +248,25 @@ class _Tree:
         tensors = {tensor for part in parts for _, tensor in own_tensors(part)}
         if any(owner not in parts for tensor in tensors for owner in self._owners[tensor]):
             return False
-        trained = [tensor for tensor in tensors if tensor.requires_grad]
-        return not any(map(is_sharded, tensors)) and _SHARE * sum(t.numel() for t in trained) <= self._trained
+        trained = sum(tensor.numel() for tensor in tensors if tensor.requires_grad)
+        if any(map(is_sharded, tensors)) or _SHARE * trained > self._trained:
+            return False
+        return not any(self._is_read_outside(part, parts) for part in parts)
+
+    def _is_read_outside(self, part: nn.Module, parts: Container[nn.Module]) -> bool:
+        """Return whether the forward of a module above a part, outside of ``parts``, reads the part's tensors."""
+        above = self._above(part)
+        while above:
+            parent, name = above.pop()
+            is_in_list = name.isdigit()
+            if parent not in parts and not is_in_list and reads_part(parent, name, part):
+                return True
+            # A list has no forward. A module further above may read through it, or through its parent.
+            above += [(each, own if is_in_list else name) for each, own in self._above(parent)]
+        return False
+
+    def _above(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        return list(zip(self._parents.get(module, ()), self._own_names.get(module, ()), strict=True))
 
     def topmost(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         """Replace modules by parents without other floating tensors, so that fewer calls between modules are cast."""

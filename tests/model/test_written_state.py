@@ -274,6 +274,76 @@ def test_state_of_a_whole_model_is_warned_of_with_the_entry_that_cures_it(kind: 
     assert torch.allclose(model.average, torch.full((8,), 1.5 * (1 - 0.95**40)), rtol=1e-3)
 
 
+class Mean(nn.Module):
+    """A running mean, for others to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.centre = nn.Buffer(torch.zeros(8)), nn.Buffer(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.5)
+            self.centre.copy_(self.mean)
+        return x
+
+    def centred(self, x: Tensor) -> Tensor:
+        return x - self.mean
+
+
+class ReadsMean(nn.Module):
+    def __init__(self, stats: nn.Module) -> None:
+        super().__init__()
+        self.stats, self.wide, self.last = stats, nn.Linear(8, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.wide(self.stats(x) - self.stats.mean)))
+
+
+class CallsMethod(ReadsMean):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.wide(self.stats.centred(self.stats(x)))))
+
+
+class ReadsInMethod(ReadsMean):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.wide(self.centred(self.stats[0](x)))))
+
+    def centred(self, x: Tensor) -> Tensor:
+        return x - self.stats[0].centre
+
+
+class ReadsThroughBlock(ReadsMean):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.wide(self.stats(x) - self.stats.inner.mean)))
+
+
+class AveragesOutput(ReadsMean):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(x - self.stats(x).mean()))
+
+
+READERS: list[Callable[[], nn.Module]] = [
+    lambda: ReadsMean(Mean()),
+    lambda: CallsMethod(Mean()),
+    lambda: ReadsInMethod(nn.ModuleList([Mean()])),
+    lambda: ReadsThroughBlock(Parts(lambda self, x: self.inner(x), inner=Mean())),
+]
+
+
+@pytest.mark.parametrize("kind", ["O2", "O5", "model"])
+@pytest.mark.parametrize("make", READERS)
+def test_module_whose_state_is_read_outside_of_it_is_not_kept(make: Callable[[], nn.Module], kind: str) -> None:
+    expected, model = trained(seeded(make), None, 5), trained(seeded(make), kind, 5)
+    assert F32 not in {buffer.dtype for buffer in model.buffers()}
+    assert torch.allclose(model.state_dict()["wide.weight"], expected.state_dict()["wide.weight"], atol=0.02)
+
+
+def test_method_of_an_output_is_no_read_of_state() -> None:
+    model = trained(seeded(lambda: AveragesOutput(Mean())), "O5", 3)
+    assert model.stats.mean.dtype is F32
+
+
 def test_a_session_without_an_optimizer_warns_at_the_third_forward() -> None:
     model = mpinit.initialize(seeded(Moe), opt_level="O5", verbosity=0)
     model(torch.randn(2, 8)), model(torch.randn(2, 8))
