@@ -265,12 +265,16 @@ class ManagedOptimizer:
         yield from values.hand_out(self.members.parameters())
 
     def gradients_to_clip(self) -> list[nn.Parameter]:
-        """Return the parameters whose ``grad`` the next step uses, unscaled and in the dtype that it is kept in."""
+        """Return the parameters whose ``grad`` the next step uses, unscaled and in the dtype that it is kept in.
+
+        In a process group 16-bit gradients stay 16-bit: DistributedDataParallel adds to them in the weights' dtype.
+        """
         self.gradients.check_unscaled("mpinit.clip_grad_norm_()", "move it after the with-block")
         self.members.values.apply_writes()
         if self.is_patched:
             self.members.sync_groups()
-            self.gradients.keep_in_dtype()
+            if not is_distributed():
+                self.gradients.keep_in_dtype()
         return self.members.parameters()
 
 

@@ -67,6 +67,44 @@ def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None
     assert_close(both, trained(arguments, wraps=False), 1e-5 if level == "O0" else 3e-2)
 
 
+def clip(how: str, optimizer: Any, model: nn.Module) -> None:
+    if how == "mpinit":
+        mpinit.clip_grad_norm_(optimizer, 0.5)
+    else:
+        nn.utils.clip_grad_norm_(list(mpinit.master_params(optimizer)) if how == "masters" else model.parameters(), 0.5)
+
+
+@ranks(
+    2,
+    *[("O5", "mpinit", False), ("O5", "masters", True)],
+    long=[
+        (level, how, views)
+        for level in ("O2", "O5", "split")
+        for how in ("mpinit", "masters")
+        for views in (False, True)
+    ],
+)
+def test_gradients_that_were_clipped_are_added_to(level: str, how: str, views: bool) -> None:
+    """Clip after each pass, and keep the gradients' memory, against the same loop in float32 in one process."""
+    states = []
+    for opt_level in (level, "O0"):
+        model = CASE.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        wraps = opt_level != "O0"
+        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[opt_level], **({} if wraps else by_itself()))
+        runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
+        for x, y in (mine(batch) if wraps else batch for batch in CASE.batches(3)):
+            optimizer.zero_grad(set_to_none=False)
+            for _ in range(2):
+                backward(CASE.loss(runs(x), y), optimizer)
+                clip(how if wraps else "model", optimizer, model)
+            optimizer.step()
+        states.append(whole(model.state_dict()))
+        mpinit.undo(model)
+    assert_one(list(states[0].values()))
+    assert_close(*states, 2e-2)
+
+
 def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = CASE.build()
     if seed is not None:
