@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -12,6 +12,9 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import local
 from ..masters.law import restore_unchanged
 
+# Entries of the states of torch's optimizers that are 0-dimensional whatever the parameter's shape: counters, and the
+# rates and products of ASGD and NAdam.
+_SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
 
 
@@ -39,17 +42,18 @@ def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
                 _collect(item, found)
 
 
-def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torch.dtype) -> Any:
+def cast_state(state: Any, shape: torch.Size, old: torch.dtype, new: torch.dtype, has_master: bool = True) -> Any:
     """Cast the tensors of a parameter's state that have its dtype and shape; return the state.
 
     Counters, tables of codes, factored statistics and tensors of another dtype are not cast.
 
     Args:
         state: the state of one parameter; nothing is cast if it is not a dict.
-        shape: the parameter's shape. None: any tensor that is not 0-dimensional, because an optimizer without masters
-            computes in the parameter's dtype. A state with 8-bit codes is never cast: its kernels need the dtypes of
-            its tables and scales.
+        shape: the parameter's shape.
         old, new: the parameter's dtype before and after.
+        has_master: whether the parameter has a master. If not, every tensor that is not 0-dimensional is cast, whatever
+            its shape, because the optimizer computes in the parameter's dtype. A state with 8-bit codes is never cast:
+            its kernels need the dtypes of its tables and scales.
     """
     if not isinstance(state, dict) or not old.is_floating_point:
         return state
@@ -57,9 +61,9 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
     if any(value.dtype in (torch.uint8, torch.int8) for value in arrays):
         return state
     for key, value in state.items():
-        if key == "step" or not isinstance(value, torch.Tensor) or value.dtype != old:
+        if key in _SCALARS or not isinstance(value, torch.Tensor) or value.dtype != old:
             continue
-        if value.shape == shape or (shape is None and value.dim() > 0):
+        if value.shape == shape or (not has_master and value.dim() > 0):
             state[key] = value.to(new)
     return state
 
@@ -72,8 +76,8 @@ def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack)
         for parameter in known:
             old, new = casts[parameter]
             state = optimizer.state[parameter]
-            undos.push(_restorer(state, dict(state), new, old))
-            cast_state(state, None, old, new)
+            undos.push(_restorer(state, dict(state), parameter.shape, (new, old)))
+            cast_state(state, parameter.shape, old, new, has_master=False)
 
 
 def _cast_newer_states(reference: weakref.ref[Optimizer], casts: Casts, known: set[torch.Tensor]) -> None:
@@ -81,14 +85,16 @@ def _cast_newer_states(reference: weakref.ref[Optimizer], casts: Casts, known: s
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         if parameter in casts and parameter not in known:
             old, new = casts[parameter]
-            cast_state(state, None, new, old)
+            cast_state(state, parameter.shape, new, old, has_master=False)
 
 
-def _restorer(state: dict[str, Any], before: dict[str, Any], old: torch.dtype, new: torch.dtype) -> Callable[[], None]:
+def _restorer(
+    state: dict[str, Any], before: dict[str, Any], shape: torch.Size, dtypes: tuple[torch.dtype, torch.dtype]
+) -> Callable[[], None]:
     def restore() -> None:
         # Values that no step has changed get their original bits; others are cast to the parameter's dtype.
         present = dict(state)
-        cast_state(state, None, old, new)
+        cast_state(state, shape, *dtypes, has_master=False)
         for key, value in before.items():
             if key in present:
                 state[key] = _as_it_was(value, present[key], state[key])

@@ -294,3 +294,35 @@ def test_8_bit_codes_and_tables_are_not_cast() -> None:
     assert torch.equal(model.weight, weight.add(momentum.to(torch.bfloat16), alpha=-0.1))
     mpinit.undo(model)
     assert optimizer.state[model.weight]["table"].dtype == torch.float32
+
+
+def contrastive() -> nn.Module:
+    """A layer and a 0-dimensional parameter, as CLIP's ``logit_scale``."""
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(4, 3), "logit_scale": nn.Parameter(torch.tensor(0.5))}
+    return Parts(lambda self, x: self.layer(x) * self.logit_scale, **parts)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
+def test_state_of_a_0_dimensional_parameter_is_cast_without_masters(make: Callable[..., Optimizer]) -> None:
+    """Step before ``initialize`` at O3, in the session, and after its undo, beside a run in float32."""
+    runs = []
+    for level in ("O3", "O0"):
+        model = contrastive()
+        optimizer = make(model.parameters(), lr=0.01)
+
+        def iterate(model: nn.Module = model, optimizer: Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).float().square().mean().backward()
+            optimizer.step()
+
+        iterate()
+        known = {key: value.dtype for key, value in optimizer.state[model.logit_scale].items() if value is not None}
+        mpinit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        iterate()
+        mpinit.undo(model)
+        iterate()
+        after = {key: value.dtype for key, value in optimizer.state[model.logit_scale].items() if value is not None}
+        assert after == known
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*runs, rtol=0.01, atol=2e-3)
