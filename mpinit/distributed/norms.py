@@ -36,10 +36,12 @@ def clip_own_grad_norm_(
     """
     gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
     narrow = [gradient for gradient in gradients if gradient.dtype in LOWER_PRECISION]
-    if not narrow:
+    # torch has no norms of sparse gradients, and none of order inf of empty ones.
+    is_own = bool(narrow) or any(g.is_sparse or (math.isinf(norm_type) and not g.numel()) for g in gradients)
+    if not is_own:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     order = float(norm_type)
-    norms = _norms_of_narrow(narrow, order)
+    norms = _norms_of_narrow(narrow, order) if narrow else []
     norms += [_norm(gradient, order) for gradient in gradients if gradient.dtype not in LOWER_PRECISION]
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(

@@ -1,5 +1,6 @@
 """Sparse gradients: embeddings with SparseAdam and SGD, where float32 weights and where masters stand behind them."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,12 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: SGD(p, lr=0.1),
     "sgd momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "adagrad": lambda p: Adagrad(p, lr=0.1),
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "O1": {"opt_level": "O1", "init_loss_scale": 256.0},
+    "O2": {"opt_level": "O2", "init_loss_scale": 256.0},
+    "split": {"opt_level": "O5", "master_weights": "split"},
 }
 
 
@@ -107,3 +114,26 @@ def test_many_hits_of_one_row_add_up_in_float32() -> None:
         backward(model(torch.zeros(1, 100, dtype=torch.long)).sum(), optimizer)
     found = gradients(optimizer)[0]
     assert found is not None and found.to_dense().tolist() == [[300.0], [0.0]]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("setting", ["O1", "O2", "split"])
+def test_norm_of_sparse_and_empty_gradients_is_clipped(setting: str, norm_type: float) -> None:
+    arguments = SETTINGS[setting]
+    model, reference = (
+        Parts(lambda self, x: self.bag(x) + self.empty.sum(), bag=bag(), empty=nn.Parameter(torch.zeros(0, 3)))
+        for _ in range(2)
+    )
+    optimizer = plain_sgd(model.parameters())
+    mpinit.initialize(model, optimizer, verbosity=0, **arguments)
+    for batch in words(2):
+        backward(model(batch).float().square().mean(), optimizer)
+        reference(batch).square().mean().backward()
+    dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in reference.parameters()]
+    expected = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in dense]), norm_type)
+    norm = mpinit.clip_grad_norm_(optimizer, 0.1, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=0.01, atol=0.0)
+    for parameter, gradient in zip(model.parameters(), dense, strict=True):
+        assert parameter.grad is not None
+        ours = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        torch.testing.assert_close(ours.float(), gradient * (0.1 / expected), rtol=0.03, atol=1e-4)
