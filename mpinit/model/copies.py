@@ -52,7 +52,11 @@ class _Method(OfModule):
 
     Attributes:
         originals: the originals of the session; None in copies and unpickled modules.
+        is_of_copy: whether the module was a copy, or was unpickled, before it was initialised: the undo restores the
+            method that it had.
     """
+
+    is_of_copy = False
 
     def __init__(self, module: nn.Module, originals: Originals | None) -> None:
         self._module = weakref.ref(module)
@@ -85,6 +89,7 @@ class DeepCopy(_Method):
                     known.grad, known.data = None, copied_tensor.data
         copied = self._as_it_is(memo)
         remove_hooks(copied, originals.key, originals)
+        vars(copied)["_apply"] = Conversion(copied, None)
         # The copy's inputs are cast to float32, as those of a module that keep_fp32 names.
         for patched in filter(None, map(patched_forward, vars(copied).values())):
             patched.boundary.inner_dtype = torch.float32
@@ -108,10 +113,21 @@ class Conversion(_Method):
     """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and similar methods all call."""
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        module = self.module
         if self.originals is not None:
-            _check_conversion(self.module, fn)
-        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+            _check_conversion(module, fn)
+        before = _dtypes(module) if self.originals is None else []
+        converted: nn.Module = type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.originals is None and _dtypes(module) != before:
+            # Its inputs would be cast to the dtype of before. A converted copy is an ordinary module.
+            for patched in (patched_forward(each) for part in module.modules() for each in vars(part).values()):
+                if patched is not None and patched.boundary.cast_inputs:
+                    patched.boundary.retire()
         return converted
+
+
+def _dtypes(module: nn.Module) -> list[torch.dtype]:
+    return [tensor.dtype for part in module.modules() for _, tensor in own_tensors(part)]
 
 
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -151,8 +167,12 @@ def set_methods(modules: Iterable[nn.Module], originals: Originals | None) -> No
     """Make copies of modules float32, and refuse their conversions."""
     for module in modules:
         for name, kind in _KINDS:
-            if name not in vars(module):
+            present = vars(module).get(name)
+            if present is None:
                 vars(module)[name] = kind(module, originals)
+            elif isinstance(present, kind) and present.originals is None:
+                made = vars(module)[name] = kind(module, originals)
+                made.is_of_copy = True
 
 
 def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> None:
@@ -161,6 +181,8 @@ def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> No
         found = vars(module).get(name)
         if isinstance(found, kind) and found.originals in (originals, None):
             del vars(module)[name]
+            if found.is_of_copy:
+                vars(module)[name] = kind(module, None)
     hooks_on_saving: Any = module._state_dict_hooks
     for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
         hooks.pop(key, None)

@@ -291,3 +291,40 @@ def test_copied_optimizer_steps_as_torch_s_own_with_float32_states(way: str, mas
             its_optimizer.step()
     assert all(map(torch.equal, twin.parameters(), reference.parameters()))
     assert {type(value) for state in trainer.state.values() for value in state.values()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("masters", [True, "split", "model"])
+def test_converted_copy_computes_as_a_plain_module_of_its_dtype(masters: Any, way: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model.eval(), optimizer, "O5", master_weights=masters, keep_fp32=[nn.LayerNorm], verbosity=0)
+    twin = COPIES[way](model).to(dtype)
+    reference = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Linear(16, 4)).eval().to(dtype)
+    reference.load_state_dict(twin.state_dict())
+    x = torch.randn(4, 8).to(dtype)
+    if masters == "model" and dtype == torch.float32:
+        # The weights have this dtype already: nothing is converted, and forwards of unpickled models cast them.
+        torch.testing.assert_close(twin(x), reference(x), atol=0.05, rtol=0.05)
+    else:
+        assert twin(x).dtype == dtype and torch.equal(twin(x), reference(x))
+    assert model(x.float()).dtype == torch.float32, "the original still casts"
+
+
+def test_unpickled_model_that_is_initialised_is_copied_and_converted_like_any_other() -> None:
+    """Check that its deep copies have the masters' values, and that its conversion is refused until the undo."""
+    model = nn.Linear(8, 4)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    twin = pickle.loads(pickle.dumps(model))
+    mpinit.initialize(twin, torch.optim.SGD(twin.parameters(), lr=0.1), "O5", verbosity=0)
+    with torch.no_grad(), mpinit.float32_weights(twin):
+        twin.weight.fill_(1.001)
+    copied = copy.deepcopy(twin)
+    assert copied.weight.dtype == torch.float32 and (copied.weight == 1.001).all()
+    with pytest.raises(RuntimeError, match="cannot be converted"):
+        twin.half()
+    mpinit.undo(twin)
+    x = torch.ones(2, 8)
+    assert torch.equal(twin.double()(x.double()), twin.weight.new_full((2, 8), 1.0) @ twin.weight.T + twin.bias)
