@@ -240,6 +240,7 @@ def test_gradients_of_a_module_that_is_added_later_are_unscaled(level: str, is_i
     torch.manual_seed(1)
     head = nn.Linear(3, 3)
     copied = copy.deepcopy(head)
+    head.to(model[0].weight.dtype)
     if is_inserted:
         model.insert(4, head)  # calls no hook of torch
     else:
