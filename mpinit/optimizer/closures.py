@@ -7,7 +7,7 @@ import torch
 
 from ..plan import ScalingRule
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
-from .gradients import Gradients
+from .gradients import Gradients, begin_evaluations
 from .members import Members, Snapshot
 from .per_parameter import steps_per_parameter
 from .skipping import Skips
@@ -20,7 +20,7 @@ Closure = Callable[[], Any]
 
 
 class _EvaluationOverflow(Exception):
-    """A closure whose gradients overflow at every scale that was tried."""
+    """A closure whose gradients overflow at every scale that was tried, or are a part of sums that overflowed."""
 
 
 class ClosureSteps:
@@ -35,6 +35,9 @@ class ClosureSteps:
 
     def step(self, gradients: Gradients, closure: Closure, *args: Any, **kwargs: Any) -> Any:
         """Step with a closure: O1's casts are off in the step, and on again in the closure.
+
+        An evaluation that overflows is repeated at a lower scale. If it was added to gradients of earlier backward
+        passes, as in gradient accumulation, the step is skipped instead, because these gradients overflowed with it.
 
         Returns:
             The optimizer's result; None for a step that was skipped because every evaluation overflowed.
@@ -69,6 +72,7 @@ class ClosureSteps:
     def _evaluator(self, gradients: Gradients, closure: Closure) -> Closure:
         """Return the closure with the weights in the groups, evaluated again at a lower scale after an overflow."""
         casts = flags() if is_on() else None
+        begin_evaluations(gradients)
 
         def evaluate() -> Any:
             with self._own.scope.closed():
@@ -87,6 +91,8 @@ class ClosureSteps:
                     gradients.stepped()
                     return loss
                 gradients.drop()
+                if gradients.are_sums:
+                    break
             raise _EvaluationOverflow
 
         return evaluate

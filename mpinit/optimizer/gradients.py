@@ -33,11 +33,13 @@ class Gradients:
     Attributes:
         weights: the parameters of an optimizer, or those that no optimizer has. The list is always the same object.
         state: whether the gradients are scaled, checked and used.
+        are_sums: in a step with a closure, whether they contain gradients of backward passes before the step.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], masters: Masters) -> None:
         self.weights = weights
         self.state = EMPTY
+        self.are_sums = False
         self._masters = masters
         self._inverse_scale: torch.Tensor | None = None
 
@@ -76,7 +78,7 @@ class Gradients:
         state = self.state
         is_empty = not have_grads(self.weights)
         if is_empty:
-            state = EMPTY
+            state, self.are_sums = EMPTY, False
         if scaler.is_identity:
             self.state = state
             return is_empty
@@ -316,6 +318,13 @@ class Gradients:
     def keep_in_dtype(self) -> None:
         """Convert the gradients to the dtype that a step uses."""
         _in_kept_dtype(self.weights, self._masters)
+
+
+def begin_evaluations(gradients: Gradients) -> None:
+    """Record whether a closure's loss is going to be added to gradients that no step was called for."""
+    state, weights = gradients.state, gradients.weights
+    is_used = state.phase in (Phase.USED, Phase.SKIPPED) and not _are_new(state.checked, weights)
+    gradients.are_sums = not is_used and have_grads(weights)
 
 
 @contextmanager

@@ -87,6 +87,42 @@ def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level:
     torch.testing.assert_close(masters(repeated), masters(clean), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("before_step", ["scaled", "plain", "after a step"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_in_a_closure_after_accumulation_skips_the_step(level: str, before_step: str) -> None:
+    """Skip instead of stepping the last micro-batch alone; a sum that is finite is stepped."""
+    model, optimizer = started(level)
+    if before_step == "after a step":
+        optimizer.step(Closure(model, optimizer))
+        optimizer.zero_grad()
+    before, counts, calls = masters(optimizer), mpinit.step_counts(optimizer), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        loss = mse(model, BATCH)
+        backward(poison(loss, next(model.parameters())) if calls == 0 else loss, optimizer)
+        calls += 1
+        return loss
+
+    if before_step == "scaled":
+        backward(mse(model, BATCH), optimizer)
+        optimizer.step(closure)
+    else:
+        mse(model, BATCH).backward()
+        with pytest.warns(UserWarning, match="did not come through mpinit.scale_loss"):
+            optimizer.step(closure)
+    assert calls == 1 and mpinit.step_counts(optimizer) == (counts[0], 1)
+    same(masters(optimizer), before)
+    optimizer.zero_grad()
+    backward(mse(model, BATCH), optimizer)
+    first = gradients(optimizer)
+    optimizer.step(closure)
+    assert mpinit.step_counts(optimizer) == (counts[0] + 1, 1)
+    for now, one in zip(gradients(optimizer), first, strict=True):
+        assert now is not None and one is not None
+        torch.testing.assert_close(now, one * 2, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_closure_retries_are_bounded_and_restore_parameters(level: str, name: str) -> None:
