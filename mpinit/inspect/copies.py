@@ -104,8 +104,8 @@ def float32_copy(model: nn.Module) -> nn.Module:
 
 def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
     """Copy an optimizer for copies of its parameters, without the patches of ``initialize``, in float32."""
-    twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): twin}
+    copied: Optimizer = type(optimizer).__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): copied}
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
         if weight not in copies:
             raise ValueError(
@@ -118,12 +118,12 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
     for name, value in vars(optimizer).items():
         if hasattr(value, "__func__") or hasattr(value, "__wrapped__"):
             continue  # set by initialize or by a scheduler
-        setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
-    for parameter, state in twin.state.items():
+        setattr(copied, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
+    for parameter, state in copied.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
                 state[key] = value.float()
-    return twin
+    return copied
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Fault:
             "weights".
         dtype: dtype of the result.
         inputs: statistics of the operation's inputs.
-        may_be_meant: whether it may be harmless: -inf, as in a mask, a float32 result that may not be used, or a
+        may_be_intended: whether it may be intended: -inf, as in a mask, a float32 result that may not be used, or a
             buffer, which a forward may only write to.
         numbers: the constants among the operation's arguments.
         node: the name of the node of the backward graph that ran, as "SqrtBackward0"; "" in a forward pass.
@@ -38,7 +38,7 @@ class Fault:
     operation: str
     dtype: torch.dtype
     inputs: tuple[TensorStats, ...]
-    may_be_meant: bool = False
+    may_be_intended: bool = False
     numbers: tuple[float, ...] = ()
     node: str = ""
     follows_16_bit: bool = False
@@ -56,7 +56,7 @@ class Fault:
         if self.kind in ("data", "weights"):
             return ""
         if self.kind == "cast":
-            return _CAST_OF_MASK if self.may_be_meant else _CAST
+            return _CAST_OF_MASK if self.may_be_intended else _CAST
         name = self.operation.removeprefix("aten.").partition(".")[0].strip("_")
         if self.phase == BACKWARD:
             node = self.node.partition("Backward")[0].lower()
@@ -122,11 +122,11 @@ _BACKWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 
 
 def worst(faults: Iterable[Fault]) -> Fault | None:
-    """Return the first fault that surely does harm, or else the first that may; None without any.
+    """Return the first fault that cannot be intended, or else the first that may be; None without any.
 
     In both groups, operations and inputs come before parameters and buffers.
     """
-    return min(faults, key=lambda fault: (fault.may_be_meant, fault.kind == "weights"), default=None)
+    return min(faults, key=lambda fault: (fault.may_be_intended, fault.kind == "weights"), default=None)
 
 
 class Origins:

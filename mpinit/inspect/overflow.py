@@ -66,7 +66,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
     It checks the forward pass, the loss and the backward pass of any model, initialised or not, and changes no number.
     Code in the block is several times slower. The hooks are removed at the end, also after an exception.
 
-    Infinities that do no harm are not reported: a mask of -inf, and any other if results and gradients are finite.
+    Infinities that reach no result are not reported: a mask of -inf, and any other if results and gradients are finite.
 
     Args:
         model: the model whose modules are named in the report.
@@ -127,7 +127,7 @@ class OverflowWatch:
         self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
         self.went_backward = False
         self.batch: list[torch.Tensor] | None = None
-        self._harm = _Harm()
+        self._reached = _Reached()
         self._is_16_bit = False
         self._last_results: list[tuple[str | None, torch.Tensor]] = []
         self._stack = ExitStack()
@@ -141,7 +141,9 @@ class OverflowWatch:
                     if not is_finite(values) if is_weight else bool(values.isnan().any()):
                         module, stats = name.rpartition(".")[0], (stats_of(values),)
                         # A forward in training may only write to a buffer, such as the running mean of BatchNorm.
-                        fault = Fault("weights", module, FORWARD, name, tensor.dtype, stats, may_be_meant=not is_weight)
+                        fault = Fault(
+                            "weights", module, FORWARD, name, tensor.dtype, stats, may_be_intended=not is_weight
+                        )
                         self._found(fault, values)
                 if tensor.requires_grad and tensor.is_leaf:
                     stack.callback(tensor.register_hook(self._gradient_arrives).remove)  # type: ignore[no-untyped-call]
@@ -159,27 +161,27 @@ class OverflowWatch:
     @property
     def results_are_bad(self) -> bool:
         """Return whether a loss was inf or nan, or a result of the model if there was no backward pass."""
-        return self._harm.of_loss is not None or (not self.went_backward and self._harm.of_results is not None)
+        return self._reached.of_loss is not None or (not self.went_backward and self._reached.of_results is not None)
 
     @property
     def gradients_are_bad(self) -> bool:
         """Return whether a parameter's gradient was inf or nan, or without parameters any result in a backward pass."""
-        return self._harm.of_gradients is not None
+        return self._reached.of_gradients is not None
 
     @property
-    def is_harmed(self) -> bool:
+    def reached_results(self) -> bool:
         """Return whether inf or nan reached a result, the loss or a gradient."""
         return self.results_are_bad or self.gradients_are_bad
 
     @property
     def first(self) -> Fault | None:
-        """The fault that did harm; without harm, the first 16-bit forward operation that computed +inf or nan."""
-        harm = self._harm
-        if not self.is_harmed:
-            faults = [f for f in self._faults if f.phase == FORWARD and not f.may_be_meant]
+        """The first fault that reached a result; without any, the first 16-bit forward operation with +inf or nan."""
+        reached = self._reached
+        if not self.reached_results:
+            faults = [f for f in self._faults if f.phase == FORWARD and not f.may_be_intended]
             return faults[0] if faults else None
-        of_results = harm.of_loss if self.went_backward or harm.of_results is None else harm.of_results
-        numbers = of_results or harm.of_gradients or range(len(self._faults))
+        of_results = reached.of_loss if self.went_backward or reached.of_results is None else reached.of_results
+        numbers = of_results or reached.of_gradients or range(len(self._faults))
         return worst(self._faults[number] for number in sorted(numbers))
 
     @property
@@ -210,7 +212,9 @@ class OverflowWatch:
             for tensor in tensors:
                 if not is_finite(tensor) and not self._origins.of([tensor]):
                     stats = (stats_of(tensor),)
-                    fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, stats, may_be_meant=_may_be_mask(tensor))
+                    fault = Fault(
+                        "data", "", FORWARD, "inputs", tensor.dtype, stats, may_be_intended=_may_be_mask(tensor)
+                    )
                     self._found(fault, tensor)
 
     def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -225,15 +229,15 @@ class OverflowWatch:
             if math.isfinite(peak):
                 self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
             elif not name:
-                self._harm.of_results = _first_of(self._harm.of_results, self._origins.of([tensor]))
+                self._reached.of_results = _first_of(self._reached.of_results, self._origins.of([tensor]))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         """Record whether inf or nan reach the gradient of a parameter."""
         with self._trace.unseen():
-            self.went_backward = self._harm.sees_gradients = True
+            self.went_backward = self._reached.sees_gradients = True
             for tensor in floating_tensors(gradient):
                 if not is_finite(tensor):
-                    self._harm.of_parameters = _first_of(self._harm.of_parameters, self._origins.of([tensor]))
+                    self._reached.of_parameters = _first_of(self._reached.of_parameters, self._origins.of([tensor]))
 
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
@@ -317,13 +321,13 @@ class OverflowWatch:
         here = self._origins.of([tensor])
         if place.phase == BACKWARD:
             self.went_backward = True
-            self._harm.of_backward = _first_of(self._harm.of_backward, here)
+            self._reached.of_backward = _first_of(self._reached.of_backward, here)
         elif place.module is None and tensor.numel() == 1:
-            self._harm.of_loss = _first_of(self._harm.of_loss, here)
+            self._reached.of_loss = _first_of(self._reached.of_loss, here)
 
 
 @dataclass
-class _Harm:
+class _Reached:
     """The faults whose inf or nan reached the model's results, the loss or gradients; None: no inf or nan did.
 
     Attributes:

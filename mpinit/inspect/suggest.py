@@ -174,7 +174,7 @@ class _Examination:
         narrow = [dtype for dtype in types if dtype is not None]
         self.reference = trial = self.trials.run("O0", {}, watched=narrow)
         loss = trial.losses[0] if trial.losses else math.nan
-        self.runs.append(Run(_FLOAT32, (), loss, 0.0, 0.0, (), not self.seen.is_harmed and math.isfinite(loss)))
+        self.runs.append(Run(_FLOAT32, (), loss, 0.0, 0.0, (), not self.seen.reached_results and math.isfinite(loss)))
         fault = self._fault_of_float32()
         if fault is not None:
             return self._report(None, _Added(), {}, fault, at_fault=False)

@@ -117,12 +117,14 @@ class Trials:
             TypeError: the step returns no loss.
         """
         clone = float32_copy(self.model)
-        twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
+        copied_optimizer = copy_of_optimizer(
+            self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True))
+        )
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
         trial = Trial(clone)
         # Above the trial's own limit of skips, so that no step raises.
         words = {**keywords, "max_consecutive_skips": _MOST_SKIPS + STEPS}
-        with _quiet(), CastsOff(), at_level([clone], [twin], *resolve(level, words)) as session:
+        with _quiet(), CastsOff(), at_level([clone], [copied_optimizer], *resolve(level, words)) as session:
             trial.damaged_buffers = _damaged(before, dict(clone.named_buffers()))
             hook = _on_inputs(clone, trial, rounded)
             trial.watch = None if watched is None else OverflowWatch(clone, watched)
@@ -135,7 +137,7 @@ class Trials:
                     global_hooks_hidden(),
                     torch.enable_grad(),
                 ):
-                    _Training(trial, twin, session, self, originals).run(steps)
+                    _Training(trial, copied_optimizer, session, self, originals).run(steps)
             finally:
                 hook()
         return trial
