@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..basics.modules import Names
-from ..distributed.sharding import is_sharded, set_all_local_data, set_local_data, shard, sharded_as
+from ..distributed.sharding import is_sharded, set_all_local_data, set_data, set_local_data, shard, sharded_as
+from ..masters.masters import Master
 from ..torch_internals.bulk import are_same, changed_versions, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA
 
@@ -37,6 +38,8 @@ class BlockParameters:
         self._are_sharded = False
         # The versions of the float32 tensors at the end of the last block; None inside of one.
         self._versions: list[int] | None = []
+        # Float32 tensors whose 16-bit tensors have become float32 since: they share the memory of these.
+        self._shared: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         # Float32 tensors that later blocks do not use: each with the 16-bit tensor and the version.
         self._former: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
 
@@ -66,16 +69,38 @@ class BlockParameters:
         wide = [self._wide[i] if i >= 0 else _like(tensor, blank) for i, tensor, blank in rows]
         versions = versions_of(self._wide) if self._versions is None else self._versions
         for index in set(range(len(versions))).difference(before):
-            self._former.append((weakref.ref(self._wide[index]), self._tensors[index], versions[index]))
+            reference, tensor = weakref.ref(self._wide[index]), self._tensors[index]
+            if tensor.dtype is torch.float32 and tensor.shape == self._wide[index].shape:
+                self._shared.append((reference, tensor))
+            else:
+                self._former.append((reference, tensor, versions[index]))
         self._versions = [versions[i] if i >= 0 else each._version for i, each in zip(before, wide, strict=True)]
         self._tensors, self._kinds, self._wide, self._empty = list(tensors), kinds, wide, empty
         self._are_sharded = any(map(is_sharded, tensors))
         self._tensor_of = dict(zip(map(id, wide), self._tensors, strict=True))
         return wide
 
+    def adopt(self, master: Master) -> None:
+        """Make the parameter that a weight had in earlier blocks its new full master's, because a user may keep it."""
+        index = next((i for i, tensor in enumerate(self._tensors) if tensor is master.weight), None)
+        if index is None or self._versions is None:
+            return
+        for each in (self._tensors, self._kinds, self._empty, self._versions):
+            del each[index]
+        wide = self._wide.pop(index)
+        self._tensor_of.pop(id(wide), None)
+        if isinstance(wide, nn.Parameter):
+            set_data(wide, TENSOR_DATA.__get__(master.parameter))
+            wide.requires_grad_(master.parameter.requires_grad)
+            master.parameter = wide
+
     def fill(self, numbers: list[torch.Tensor]) -> None:
         """Set the memory of all float32 tensors at the beginning of a block."""
         self._versions = None
+        if self._shared:
+            self._shared = [each for each in self._shared if each[0]() is not None]
+            for known, tensor in self._shared:
+                set_data(known(), TENSOR_DATA.__get__(tensor))
         try:
             parts = [shard(each) for each in numbers] if self._are_sharded else numbers
             set_all_local_data(self._wide, parts, self._are_sharded)

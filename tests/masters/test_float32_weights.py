@@ -249,6 +249,67 @@ def test_average_over_a_kept_list_is_that_of_float32_numbers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("way", ["unfrozen", "added"])
+def test_average_over_a_kept_list_has_a_weight_that_is_trained_later(kind: str, way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    trained_first = model if way == "unfrozen" else model[1]
+    optimizer = torch.optim.SGD(trained_first.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    with mpinit.float32_weights(model):
+        kept = list(model.parameters())
+        averages = [p.detach().clone() for p in kept]
+    expected = [average.clone() for average in averages]
+    for number in range(4):
+        if number == 2:
+            model[0].requires_grad_(True)
+            if way == "added":
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+        step(model, optimizer, torch.ones(3, 6))
+        with mpinit.float32_weights(model), torch.no_grad():
+            torch._foreach_lerp_(averages, kept, 0.1)
+        torch._foreach_lerp_(expected, list(model.state_dict().values()), 0.1)
+    assert all(map(torch.equal, averages, expected))
+    if kind != "split":
+        assert all(map(operator.is_, mpinit.master_params(optimizer), kept if way == "unfrozen" else kept[2:]))
+    with torch.no_grad():
+        kept[0].fill_(0.1)
+    if kind == "split":
+        with pytest.raises(RuntimeError, match=r"0\.weight"):
+            model(torch.ones(3, 6))
+    else:
+        assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 6), 0.1))
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_average_over_a_kept_list_has_a_weight_that_becomes_float32(kind: str) -> None:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(6, 128), nn.Linear(6, 6)
+            self.key.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.key.weight.mul_(0.99)
+            return self.query(x + self.key(x))
+
+    torch.manual_seed(0)
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    with mpinit.float32_weights(model):
+        kept = dict(model.named_parameters())
+    for _ in range(3):
+        step(model, optimizer, torch.ones(3, 6))
+        expected = state(model)
+        with mpinit.float32_weights(model):
+            assert all(torch.equal(kept[name], expected[name]) for name in kept)
+    assert model.key.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", MASTERS)
 def test_block_after_a_replaced_parameter_has_the_new_one(kind: str) -> None:
     model, optimizer, _ = trained(**KINDS[kind])
     with mpinit.float32_weights(model):
