@@ -65,7 +65,7 @@ def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def as_float32(gradient: torch.Tensor) -> torch.Tensor:
-    """Cast a 16-bit gradient to float32; return any other as it is. Sparse ones are coalesced after the cast."""
-    if gradient.dtype in (torch.float16, torch.bfloat16):
+    """Cast a gradient to float32; return one that is float32 as it is. Sparse ones are coalesced after the cast."""
+    if gradient.dtype is not torch.float32:
         gradient = gradient.float()
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient

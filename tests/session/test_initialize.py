@@ -216,3 +216,19 @@ def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) ->
     mpinit.initialize(CASES["cnn"].build(), opt_level="O1", verbosity=0)
     assert len(INSTALLATION._sessions) == 1, "what stood in torch's namespaces goes at the next initialize"
     assert "data" not in vars(nn.Parameter)
+
+
+@pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split"), ("O5", "model")])
+def test_float64_weights_that_have_gradients_are_trained_and_restored(level: str, masters: Any) -> None:
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model.weight.grad = torch.full((2, 3), 0.25, dtype=torch.float64)
+    mpinit.initialize(model, optimizer, level, master_weights=masters, loss_scale=1.0, verbosity=0)
+    optimizer.step()
+    mpinit.undo(model)
+    assert model.weight.dtype is torch.float64 and model.weight.eq(0.875).all()
+    assert (
+        model.weight.grad is not None and model.weight.grad.dtype is torch.float64 and model.weight.grad.eq(0.25).all()
+    )
