@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..plan import KeepInputPredicate
 
@@ -58,24 +59,38 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
 
 
 def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequence[Any]) -> None:
-    """Refuse names of arguments that neither a forward nor an entry point has."""
+    """Refuse names of arguments that no forward or entry point has, and warn of those that resemble others."""
     calls: list[Any] = [model.forward for model in index.models]
     calls += [getattr(module, name) for module, name in entry_points(index.models, names)]
     known = [ArgumentNames(call) for call in calls]
+    there_are = list(dict.fromkeys(name for one in known for name in one.all))
     for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
-        if any(one.accepts_any or fnmatch.filter(one.all, pattern) for one in known):
+        if any(fnmatch.filter(one.all, pattern) for one in known):
             continue
         if any(fnmatch.filter(ArgumentNames(part.forward).all, pattern) for part in index.names):
             continue
-        there_are = dict.fromkeys(name for one in known for name in one.all)
-        raise ValueError(
-            f"keep_inputs={pattern!r} is no argument of forward or of an entry point; these have "
-            f"{', '.join(map(repr, there_are)) or 'none'}. What is to be kept must be an argument of its own"
-        )
+        if not any(one.accepts_any and pattern != one.keywords for one in known):
+            raise ValueError(
+                f"keep_inputs={pattern!r} is no argument of forward or of an entry point; these have "
+                f"{', '.join(map(repr, there_are)) or 'none'}. What is to be kept must be an argument of its own"
+            )
+        near = difflib.get_close_matches(pattern, there_are, n=1, cutoff=0.75)
+        if near:
+            warn_user(
+                f"keep_inputs={pattern!r} keeps an argument of that name, which forward accepts by "
+                f"**{next(one.keywords for one in known if one.accepts_any)}, and casts {near[0]!r}. If that is the "
+                f"argument to keep, write keep_inputs={near[0]!r}"
+            )
 
 
 class ArgumentNames:
-    """The names of a function's arguments; positional ones have none if it has no signature."""
+    """The names of a function's arguments; positional ones have none if it has no signature.
+
+    Attributes:
+        all: the names of the arguments that the function names itself.
+        accepts_any: whether it accepts arguments of any name.
+        keywords: the name of the dict of those, as "kwargs" of ``**kwargs``; "" if there is none.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
@@ -86,6 +101,7 @@ class ArgumentNames:
         any_keyword = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
         self.all = tuple(parameter.name for parameter in parameters if parameter.name not in any_keyword)
         self.accepts_any = bool(any_keyword) or not parameters
+        self.keywords = any_keyword[0] if any_keyword else ""
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
         self._rest = rest[0] if rest else ""

@@ -98,6 +98,15 @@ def test_unknown_argument_is_refused_before_changes(keep: Any, say: str) -> None
     assert mpinit.Properties(keep_inputs="None").keep_inputs == ()
 
 
+def test_misspelt_argument_of_a_forward_with_any_keywords_is_shown() -> None:
+    with pytest.raises(ValueError, match=r"keep_inputs='rest' is no argument of forward.*'images', 'targets'"):
+        quietly(Detector(), keep_inputs="rest")
+    with pytest.warns(UserWarning, match=r"keep_inputs='tragets' .* by \*\*rest, and casts 'targets'"):
+        quietly(Detector(), keep_inputs=["scale", "tragets"])
+    model = quietly(Detector(), keep_inputs=["boxes"])
+    assert model(X, boxes=BOXES).rest["boxes"].equal(BOXES)
+
+
 @dataclasses.dataclass
 class Record:
     x: Tensor
