@@ -12,12 +12,17 @@ from torch import nn
 from ..basics.modules import Names
 from ..distributed.sharding import is_sharded, set_all_local_data, set_data, set_local_data, shard, sharded_as
 from ..masters.masters import Master
-from ..torch_internals.bulk import are_same, changed_versions, versions_of
+from ..torch_internals.bulk import are_same, changed_grads, changed_versions, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA
 
 _KEPT_FROM_BLOCK: Final = (
     "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "
     "it is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
+)
+_GRADIENT_AFTER_BLOCK: Final = (
+    "a backward pass has computed a gradient of the parameter {!r} that was inside `with mpinit.float32_weights(...)`, "
+    "after the block: it is not the model's own parameter, and empty there. Call backward() inside the block, or "
+    "compute the loss after it. The gradient is dropped"
 )
 _KIND: Final = attrgetter("dtype", "device")
 
@@ -32,6 +37,7 @@ class BlockParameters:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._wide: list[torch.Tensor] = []
+        self._parameters: list[torch.Tensor] = []
         self._tensor_of: dict[int, torch.Tensor] = {}
         self._empty: list[torch.Tensor] = []
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
@@ -77,6 +83,7 @@ class BlockParameters:
         self._versions = [versions[i] if i >= 0 else each._version for i, each in zip(before, wide, strict=True)]
         self._tensors, self._kinds, self._wide, self._empty = list(tensors), kinds, wide, empty
         self._are_sharded = any(map(is_sharded, tensors))
+        self._parameters = [each for each in wide if isinstance(each, nn.Parameter)]
         self._tensor_of = dict(zip(map(id, wide), self._tensors, strict=True))
         return wide
 
@@ -88,6 +95,7 @@ class BlockParameters:
         for each in (self._tensors, self._kinds, self._empty, self._versions):
             del each[index]
         wide = self._wide.pop(index)
+        self._parameters = [each for each in self._parameters if each is not wide]
         self._tensor_of.pop(id(wide), None)
         if isinstance(wide, nn.Parameter):
             set_data(wide, TENSOR_DATA.__get__(master.parameter))
@@ -119,8 +127,13 @@ class BlockParameters:
         """Refuse writes to parameters that were kept from inside of a block that is over.
 
         Raises:
-            RuntimeError: there was one.
+            RuntimeError: there was one, or a backward pass has computed a gradient of such a parameter.
         """
+        nothing: list[torch.Tensor | None] = [None] * len(self._parameters)
+        if self._versions is not None and (found := changed_grads(self._parameters, nothing)) is not None:
+            set_grads(self._parameters, nothing)
+            index = next(i for i, gradient in enumerate(found) if gradient is not None)
+            raise RuntimeError(_GRADIENT_AFTER_BLOCK.format(names.of(self._tensor_of[id(self._parameters[index])])))
         if self._versions is not None and (now := changed_versions(self._wide, self._versions)) is not None:
             index = next(i for i, version in enumerate(self._versions) if version != now[i])
             self.empty()

@@ -323,6 +323,7 @@ class Float32Values:
         if self._handed_out is not None:
             self._handed_out.add(self.masters)
             self._handed_out.gradients.restore_hooks()
+            self._handed_out.gradients.follow_graphs()
         self.moved(list(self.masters))
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.sharding import is_distributed, is_sharded
@@ -55,6 +56,10 @@ class MasterGradients:
         self._gradients: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._on_gradient = _once_a_pass(weakref.ref(self))
+        # The masters that were in the last block, the nodes that accumulate their gradients, and the hooks of these.
+        self._in_blocks: list[Master] = []
+        self._nodes: list[Any] = []
+        self._node_hooks: list[RemovableHandle] = []
 
     def arrange(self, masters: list[Master]) -> None:
         """Set the list of masters; those that stay keep what is known of their gradients."""
@@ -72,6 +77,9 @@ class MasterGradients:
         """Remove the hooks and the gradients of masters."""
         for key in list(self._hooks):
             self._unhook(key)
+        for handle in self._node_hooks:
+            handle.remove()
+        self._node_hooks, self._nodes, self._in_blocks = [], [], []
         set_grads(self._parameters, [None] * len(self._parameters))
 
     def begin(self) -> None:
@@ -105,6 +113,33 @@ class MasterGradients:
         hooks, hook_of_master = self._hooks.pop(key)
         for handle in (*hooks, hook_of_master):
             handle.remove()
+
+    def follow_graphs(self) -> None:
+        """Add gradients of graphs that contain masters, because they were made in a block, to those of the weights.
+
+        The hooks are on the nodes that accumulate the masters' gradients: other backward passes do not run them.
+        """
+        if are_same(self._masters, self._in_blocks):
+            return
+        self._in_blocks = self._masters
+        on_node = _once_a_pass_on_nodes(weakref.ref(self))
+        with torch.inference_mode(False), torch.enable_grad():
+            self._nodes = [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
+        for handle in self._node_hooks:
+            handle.remove()
+        self._node_hooks = [node.register_hook(on_node) for node in self._nodes]
+
+    def add_those_of_graphs(self) -> None:
+        """Add gradients of masters to those of their weights, unless both have the same one."""
+        if self._are_bound or not self._in_blocks or self._table.are_in_model or self._table.is_open:
+            return
+        found = changed_grads(self._parameters, [None] * len(self._parameters))
+        if found is None:
+            return
+        for weight, parameter, gradient in zip(self._weights, self._parameters, found, strict=True):
+            if gradient is not None:
+                added = gradient if weight.grad is None else gradient + weight.grad
+                parameter.grad, weight.grad = None, added.to(weight.grad_dtype or weight.dtype)
 
     def before_backward(self) -> None:
         """Apply changes of gradients before the first gradient of a backward pass is added to them."""
@@ -170,6 +205,7 @@ class MasterGradients:
             RuntimeError: a weight and its master got other gradients.
         """
         if not self._are_bound:
+            self.add_those_of_graphs()
             return
         mine = changed_grads(self._parameters, self._gradients)
         theirs = changed_grads(self._weights, self._gradients)
@@ -210,6 +246,21 @@ class MasterGradients:
         elif theirs is not before and theirs is not None:
             raise RuntimeError(BOTH.format(self._table.names.of(master.weight), "assigned other gradients"))
         master.weight.grad = mine
+
+
+def _once_a_pass_on_nodes(known: "weakref.ref[MasterGradients]") -> Callable[[Any, Any], None]:
+    """Make the hook of nodes of autograd's graph that queues, once per backward pass, what masters' gradients need."""
+    last = -1
+
+    def on_node(_: Any, __: Any) -> None:
+        nonlocal last
+        if last != (now := current_graph_task()):
+            last = now
+            gradients = known()
+            if gradients is not None:
+                call_after_backward(gradients.add_those_of_graphs)
+
+    return on_node
 
 
 def _once_a_pass(known: "weakref.ref[MasterGradients]") -> Callable[[torch.Tensor], None]:

@@ -3,6 +3,7 @@
 Below the public face: each test runs by torch's operations and by native code.
 """
 
+import copy
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -596,3 +597,45 @@ def test_own_parameter_written_inside_through_old_data_is_refused_on_a_cpu(kind:
     data = model[0].weight.data
     with pytest.raises(RuntimeError, match=r"0\.weight"), mpinit.float32_weights(model):
         data.fill_(0.25)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("asks_for_masters", [False, True])
+@pytest.mark.parametrize("graph", ["penalty", "forward"])
+def test_gradients_of_a_graph_made_inside_count_after_or_are_refused(
+    kind: str, asks_for_masters: bool, graph: str
+) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    optimizer.zero_grad()
+    reference = copy.deepcopy(model)
+    expected = torch.autograd.grad(loss_of(reference, batch, graph), list(reference[:4].parameters()))
+    if asks_for_masters:
+        list(mpinit.master_params(optimizer))
+    for count in (1, 2):  # the second pass adds to the first
+        with mpinit.float32_weights(model):
+            loss = loss_of(model, batch, graph)
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            if kind == "split":
+                scaled_loss.backward()
+                break
+            scaled_loss.backward()
+        for parameter, gradient in zip(model[:4].parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient * count)
+    if kind == "split":
+        with pytest.raises(RuntimeError, match=r"'0\.weight'.*after the block"):
+            optimizer.step()
+        optimizer.zero_grad()
+        step(model, optimizer, batch)
+        return
+    loss_of(model, batch, "forward").backward()
+    before = state(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.step()
+    assert norm > 0 and not torch.equal(state(model)["0.weight"], before["0.weight"])
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor, graph: str) -> torch.Tensor:
+    model.eval()
+    if graph == "forward":
+        return (model(batch).float() - 1).square().mean()
+    return torch.stack([p.float().square().sum() for p in model[:4].parameters()]).sum()
