@@ -396,7 +396,6 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "memory": lambda: memory(found),
         "less_memory": lambda: less_memory(found),
         "encoded": lambda: encoded(found),
-        "pieces": lambda: pieces(found),
         "native_code": lambda: native_code(machines()),
         "pairs": lambda: pairs({**found, **loops_of(machines())}),
         "loops": lambda: loops(loops_of(machines())),

@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,6 +194,37 @@ def test_a_write_to_a_part_is_refused(codec: Codec) -> None:
         state[2].zero_()
     with pytest.raises(RuntimeError, match="copy of an encoded state"):
         state.view(-1).add_(1)
+
+
+@each
+def test_what_reads_memory_reads_the_numbers_or_is_refused(codec: Codec) -> None:
+    """Check numpy and lists, which read a copy, and DLPack and shared memory, which would crash the process."""
+    state = EncodedState.of(torch.randn(4, 300), codec)
+    for tensor in (state, state[1], state.view(-1)):
+        numbers = tensor.clone()
+        assert type(numbers) is torch.Tensor and tensor.tolist() == numbers.tolist()
+        for array in (tensor.numpy(), np.asarray(tensor), np.array(tensor), tensor.numpy(force=True)):
+            assert array.dtype == np.float32 and (array == numbers.numpy()).all()
+        assert np.asarray(tensor, dtype=np.float64).dtype == np.float64
+        with pytest.raises(ValueError, match="read-only"):
+            tensor.numpy()[:] = 0
+        assert f"{tensor.view(-1)[0]:.3f}" == f"{numbers.view(-1)[0]:.3f}"
+        assert torch.equal(copy.deepcopy(tensor), numbers)
+        assert torch.equal(pickle.loads(pickle.dumps(tensor)), numbers)
+        for read in (torch.from_dlpack, np.from_dlpack):
+            with pytest.raises(BufferError, match=r"has codes there: pass a float32 copy"):
+                read(tensor)
+        with pytest.raises(RuntimeError, match=r"has codes there: pass a float32 copy"):
+            tensor.share_memory_()
+
+
+@each
+def test_writes_by_an_index_or_a_mask_are_encoded(codec: Codec) -> None:
+    state = EncodedState.of(torch.randn(4, 300), codec)
+    state[state > 0] = 0.0
+    assert (state.decoded() <= 0).all()
+    state[torch.tensor([1, 3])] = 5.0
+    torch.testing.assert_close(state.decoded()[1::2], torch.full((2, 300), 5.0), rtol=0.01, atol=0)
 
 
 @each

@@ -1,7 +1,7 @@
 """A tensor of an optimizer's state as it is between steps: codes that read as float32 numbers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -11,13 +11,48 @@ from ...distributed.sharding import sharded_as
 from ..float_split import flat
 from .codec import BLOCK, Codec, Codes, in_rows
 
+_NO_MEMORY: Final = (
+    "{} shares a tensor's memory, and an encoded state of an optimizer has codes there: pass a float32 copy "
+    "(state['exp_avg'].clone())"
+)
+
+
+class _WithoutMemory(torch.Tensor):
+    """A tensor that has no memory of its own. Methods that read memory, and not through torch, read a copy of it."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the numbers as an array that refuses writes, because they would be lost."""
+        array = self.clone().numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        if dtype is not None and dtype != array.dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def tolist(self) -> Any:
+        """Return the numbers as a nested list."""
+        return self.clone().tolist()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.clone(), format_spec)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(_NO_MEMORY.format("DLPack"))
+
+    def share_memory_(self) -> Any:
+        """Refuse to put the memory at the disposal of other processes: there is none."""
+        raise RuntimeError(_NO_MEMORY.format("share_memory_()"))
+
 
 @final
-class EncodedState(torch.Tensor):
-    """Float32 numbers kept as codes.
+class EncodedState(_WithoutMemory):
+    """Float32 numbers in memory as codes.
 
-    Whatever torch does with it is done with the numbers. Operations in place (``mul_``, ``copy_``) write new codes. A
-    view is of a copy, and cannot be written to.
+    Every torch operation runs on the decoded float32 numbers. An in-place operation encodes the result. A view of it is
+    a :class:`ReadOnlyView`.
     """
 
     codec: Codec
@@ -99,7 +134,7 @@ class EncodedState(torch.Tensor):
             return EncodedState(args[0].codec, args[0].codes, args[0])
         result = func(*plain_args, **plain_kwargs)
         if not func._schema.is_mutable and any(returned.alias_info is not None for returned in func._schema.returns):
-            return tree_map_only(torch.Tensor, _PartOfCopy, result)
+            return tree_map_only(torch.Tensor, ReadOnlyView, result)
         for state in written:
             state.write(decoded[id(state)])
         own = {id(decoded[id(state)]): state for state in written}
@@ -172,14 +207,15 @@ def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[i
     return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta")).decoded()
 
 
-class _PartOfCopy(torch.Tensor):
-    """A view of decoded numbers: to read, since what is written to it would be lost."""
+@final
+class ReadOnlyView(_WithoutMemory):
+    """A read-only view of decoded numbers. A write raises, because it would not reach the codes."""
 
     numbers: torch.Tensor
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor) -> "_PartOfCopy":
-        make: Callable[..., _PartOfCopy] = torch.Tensor._make_wrapper_subclass
+    def __new__(cls, numbers: torch.Tensor) -> "ReadOnlyView":
+        make: Callable[..., ReadOnlyView] = torch.Tensor._make_wrapper_subclass
         size, strides = numbers.size(), numbers.stride()
         self = make(cls, size, strides=strides, dtype=numbers.dtype, device=numbers.device)
         self.numbers = numbers
@@ -190,20 +226,27 @@ class _PartOfCopy(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         arguments = (args, kwargs or {})
-        if any(isinstance(leaf, _PartOfCopy) for leaf in _written_to(func, *arguments)):
+        if any(isinstance(leaf, ReadOnlyView) for leaf in _written_to(func, *arguments)):
             raise RuntimeError(
-                "a part of a copy of an encoded state of an optimizer was written to, which would change nothing: "
+                "a view of a copy of an encoded state of an optimizer was written to, which would change nothing: "
                 "copy the whole (values = state['exp_avg'] + 0), change it, and copy it back "
                 "(state['exp_avg'].copy_(values))"
             )
-        plain_args, plain_kwargs = tree_map_only(_PartOfCopy, lambda part: part.numbers, arguments)
+        plain_args, plain_kwargs = tree_map_only(ReadOnlyView, lambda part: part.numbers, arguments)
         result = func(*plain_args, **plain_kwargs)
         if any(returned.alias_info is not None for returned in func._schema.returns):
-            return tree_map_only(torch.Tensor, _PartOfCopy, result)
+            return tree_map_only(torch.Tensor, ReadOnlyView, result)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.numbers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.numbers.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numbers.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -211,5 +254,5 @@ def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             arguments = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, (EncodedState, _PartOfCopy))]
+            found += [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, (EncodedState, ReadOnlyView))]
     return found
