@@ -128,8 +128,8 @@ class Plan:
         return self.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT)
 
     @property
-    def leaves_steps_alone(self) -> bool:
-        """Return whether nothing is done to losses, gradients and steps, as at O0."""
+    def needs_no_patched_step(self) -> bool:
+        """Return whether losses, gradients and steps are those of plain torch, as at O0, so that no step is patched."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
         changes = self.properties.optimizer_state != "float32" or self.properties.patch_torch_functions
         return self.masters is MasterWeightsMode.NONE and not (is_scaled or changes)

@@ -130,9 +130,9 @@ class Models(Sequence[nn.Module]):
 
 
 class OfModule:
-    """Base of what is set on a module and refers to that module.
+    """Base class of objects that are stored on a module and refer to it weakly.
 
-    A copy, and what is read from a file, refers to the module's copy.
+    In a deep copy or an unpickled module they refer to the copy.
     """
 
     __slots__ = ("__weakref__", "_module")

@@ -94,7 +94,7 @@ class TensorCasts:
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's values in its original dtype, with later writes; None if it has no other values."""
         if tensor in self._buffers:
-            return _unchanged_from(self._buffers[tensor], tensor)
+            return _with_original_bits(self._buffers[tensor], tensor)
         original = self._originals.get(tensor)
         if original is None or tensor.dtype == original.dtype:
             return None
@@ -124,7 +124,10 @@ class TensorCasts:
 
     @torch.no_grad()
     def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep the precision of ``values``, which were just copied to a tensor, beyond the tensor's dtype."""
+        """Store the float32 values that were just loaded into a 16-bit tensor.
+
+        So ``state_dict()`` and :meth:`undo` return all their bits.
+        """
         if tensor.is_meta or not (tensor in self._buffers or isinstance(tensor, nn.Parameter)):
             return
         values = values.detach().to(device=tensor.device)
@@ -172,7 +175,7 @@ class TensorCasts:
             self.load(parameter, values)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the float32 values of a buffer or frozen parameter, which is about to become float32 itself.
+        """Return a tensor's float32 values, and mark it as float32 from now on. The caller sets them as its data.
 
         The values of a buffer that was not written to since its cast share the original tensor's memory.
         """
@@ -244,7 +247,7 @@ class TensorCasts:
                 continue
             if present.dtype != entry.original.dtype:
                 if present not in self._restored:
-                    self._restored[present] = _unchanged_from(entry, present)
+                    self._restored[present] = _with_original_bits(entry, present)
                 module._buffers[name] = self._restored[present]
 
 
@@ -284,7 +287,7 @@ def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor
     return values
 
 
-def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
+def _with_original_bits(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     """Return a buffer in its original dtype: the original tensor itself if nothing was written."""
     original = entry.original
     if present.shape != original.shape or present.dtype != entry.cast.dtype:

@@ -36,8 +36,8 @@ class Originals:
     has_float32_weights: bool
     key: int
 
-    def has_masters(self) -> bool:
-        """Return whether copies are float32: the models have masters, or float32 weights."""
+    def copies_are_float32(self) -> bool:
+        """Return whether deep copies of the models are float32: the models have masters, or float32 weights."""
         return self.has_float32_weights or len(self.values.masters) > 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -76,7 +76,7 @@ class DeepCopy(_Method):
         originals = self.originals
         if originals is not None:
             originals.values.apply_writes()
-        if originals is None or not originals.has_masters():
+        if originals is None or not originals.copies_are_float32():
             return self._as_it_is(memo)
         for _, tensor in own_tensors(self.module):
             known = memo.get(id(tensor))

@@ -184,7 +184,7 @@ class KeptState:
                     f"{', '.join(sorted(place.name for place in places if place.module in inside))}. Add "
                     f"keep_fp32={names} for float32 from the first step on"
                 )
-        unkept = [place.name for place in places if place.module not in inside and place.name in written.losing]
+        unkept = [place.name for place in places if place.module not in inside and place.name in written.changed_little]
         warn_of_writes(unkept)
         self._warned.update(unkept)
 

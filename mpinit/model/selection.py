@@ -32,7 +32,7 @@ class Selection:
             no model. With ``master_weights="model"`` parameters that are 16-bit only inside forwards are not in it.
         has_16_bit: whether any parameter or buffer is 16-bit after the casts, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and their submodules.
-        gathered: float32 shard that FSDP gathers in 16 bits -> that dtype. The shard itself stays float32.
+        gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
             dtype, and those in ``kept``. Empty if the plan makes no weight 16-bit.

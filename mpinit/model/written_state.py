@@ -72,7 +72,7 @@ class WrittenState:
     Attributes:
         places: the places of 16-bit buffers and frozen parameters.
         written: the names of places whose tensors a forward has written to.
-        losing: the names of those whose last write was a small change, as 16 bits round away.
+        changed_little: the names of those whose last change was so small that 16 bits may round it away.
         is_watching: whether forwards are watched at the moment.
         watched: how many forwards were watched.
         eager_forwards: how many forwards that were not compiled had run at the last step.
@@ -81,7 +81,7 @@ class WrittenState:
 
     places: list[Place]
     written: set[str] = field(default_factory=set)
-    losing: set[str] = field(default_factory=set)
+    changed_little: set[str] = field(default_factory=set)
     is_watching: bool = True
     watched: int = 0
     eager_forwards: int = 0
@@ -116,7 +116,7 @@ class WrittenState:
                 if each.was_written() or id(each.tensor) in through_data or each.tensor in written_casts:
                     self.written.add(each.place.name)
                     if each.changed_little():
-                        self.losing.add(each.place.name)
+                        self.changed_little.add(each.place.name)
 
 
 class _Snapshot:

@@ -125,7 +125,7 @@ class ManagedOptimizers:
         # Only torch's own optimizers are known to run their hooks in a step, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
         managed = self._managed[optimizer] = ManagedOptimizer(reference, self.shared)
-        if has_16_bit or not (is_known and self.shared.plan.leaves_steps_alone):
+        if has_16_bit or not (is_known and self.shared.plan.needs_no_patched_step):
             self._patch(managed, undos, owner)
         else:
             count_by_hooks(managed, optimizer, undos, owner)
