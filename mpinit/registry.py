@@ -79,17 +79,22 @@ def sharing(module: nn.Module) -> Session | None:
     Raises:
         ValueError: the module has parameters of several sessions.
     """
-    session = of(module)
-    if session is not None:
-        return session
-    parameters = list(module.parameters())
-    found = [session for session in live() if session.has_one_of(parameters) or _is_part(module, session)]
+    found = all_sharing(module)
     if len(found) > 1:
         raise ValueError(
             f"this {type(module).__name__} contains models of several sessions: pass the model of one. The sessions: "
             f"{'; '.join(session.describe() for session in found)}"
         )
     return found[0] if found else None
+
+
+def all_sharing(module: nn.Module) -> list[Session]:
+    """List the live sessions of a model, of the model that a module is a part of, or of the models in a module."""
+    session = of(module)
+    if session is not None:
+        return [session]
+    parameters = list(module.parameters())
+    return [session for session in live() if session.has_one_of(parameters) or _is_part(module, session)]
 
 
 def _is_part(module: nn.Module, session: Session) -> bool:

@@ -180,23 +180,23 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         raise TypeError(f"audit needs a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
     refuse_lazy(model)
-    session = registry.sharing(model)
+    sessions = registry.all_sharing(model)
+    owners = _owners(sessions)
     passed = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     inner = [registry.unwrapped(each) for each in passed]
     for each, found in zip(passed, inner, strict=True):
         if not isinstance(found, Optimizer):
             raise TypeError(f"audit needs a torch.optim.Optimizer, or a list of them, not {type(each).__name__}")
-    optimizers = inner or ([] if session is None else list(session.optimizers))
+    optimizers = inner or [each for session in sessions for each in session.optimizers]
     updates: dict[Any, _Updates] = {}
     for each in optimizers:
-        updates |= _measure(each, session)
-    kind = MasterWeightsMode.NONE if session is None else session.plan.masters
+        updates |= _measure(each, owners)
     rows = tuple(
         _row(
             name,
             p,
             p.dtype,
-            kind if session and session.masters.of(p) else MasterWeightsMode.NONE,
+            _kind_of_master(p, owners.get(p)),
             updates.get(p, _UNKNOWN),
         )
         for name, p in model.named_parameters()
@@ -208,11 +208,11 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             targets = select(index, plan).targets
         except ValueError:
             continue  # initialize would refuse it, too
-        to = {p: targets.get(p, _loaded_dtype(p, session)) for p in model.parameters()}
+        to = {p: targets.get(p, _loaded_dtype(p, owners.get(p))) for p in model.parameters()}
         # The present state's bytes do not apply to another level.
         after = {p: updates.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
-    advice = _advice(rows, updates, session)
+    advice = _advice(rows, updates, bool(sessions))
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in updates]
     if updates and missing:
         advice.append(
@@ -220,6 +220,20 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             "list of all optimizers, whose states count, too"
         )
     return Audit(rows, sizes, ". ".join(advice))
+
+
+def _owners(sessions: Sequence[Session]) -> dict[Any, Session]:
+    """Return the session of each parameter."""
+    found: dict[Any, Session] = {}
+    for session in sessions:
+        found |= dict.fromkeys(session.managed.initialized.parameters(), session)
+        found |= {master.weight: session for master in session.masters}
+    return found
+
+
+def _kind_of_master(parameter: Any, session: Session | None) -> MasterWeightsMode:
+    has_master = session is not None and session.masters.of(parameter) is not None
+    return session.plan.masters if session is not None and has_master else MasterWeightsMode.NONE
 
 
 def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
@@ -287,18 +301,18 @@ class _Steps(NamedTuple):
 
 
 @torch.no_grad()
-def _measure(optimizer: Optimizer, session: Session | None) -> dict[Any, _Updates]:
+def _measure(optimizer: Optimizer, owners: Mapping[Any, Session]) -> dict[Any, _Updates]:
     """Measure an optimizer's updates on copies of parts of its parameters; frozen ones have none."""
     found = {
         p: _Updates(type(optimizer).__name__, _rate(group), _bytes_kept(optimizer.state.get(p), p))
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    parts = {p: _part(p, session) for p in found}
+    parts = {p: _part(p, owners.get(p)) for p in found}
     trained = [p for p in parts if p.requires_grad]
     measured: dict[Any, _Steps] = {}
-    is_managed = session is not None and any(each is optimizer for each in session.optimizers)
-    encoded = session.managed.shared.states if session is not None and is_managed else None
+    session = registry.of(optimizer)
+    encoded = None if session is None else session.managed.shared.states
     with same_random_numbers():
         try:
             small, large = (_run(optimizer, parts, dict.fromkeys(trained, size)) for size in _SIZES)
@@ -405,14 +419,14 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     return total / max(1, local(parameter).numel())
 
 
-def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], session: Session | None) -> list[str]:
+def _advice(rows: tuple[AuditRow, ...], updates: Mapping[Any, _Updates], is_initialised: bool) -> list[str]:
     known = [row for row in rows if row.stuck is not None]
     narrow = [row for row in known if _size(row.weight) < torch.float32.itemsize and not row.master]
     wide = [row for row in known if row not in narrow]
     lines = []
     share = _mean(narrow)
     if share >= _MUCH:
-        way = "mpinit.initialize(model, optimizer, opt_level='O5')" if session is None else "master_weights=True"
+        way = "mpinit.initialize(model, optimizer, opt_level='O5')" if not is_initialised else "master_weights=True"
         worst = max(narrow, key=lambda row: row.stuck or 0.0)
         lines.append(
             f"{share:.0%} of the {worst.weight} weights do not change in a step, and {worst.stuck or 0.0:.0%} of "

@@ -191,6 +191,19 @@ def test_several_optimizers_are_audited_together() -> None:
         mpinit.audit(model, [optimizers[0], "adamw"])
 
 
+def test_models_of_several_sessions_are_audited_together() -> None:
+    models = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)])
+    optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), adamw(models[1])]
+    mpinit.initialize(models[0], optimizers[0], "O2", verbosity=0)
+    mpinit.initialize(models[1], optimizers[1], "O5", master_weights="split", optimizer_state="int8", verbosity=0)
+    for found in (mpinit.audit(models), mpinit.audit(models, optimizers)):
+        assert [(row.weight, row.master, row.rate) for row in found.rows] == [
+            ("float16", "float32", 0.1),
+            ("bfloat16", "split", 1e-3),
+        ]
+        assert [row.state for row in found.rows] == [4.0, pytest.approx(2 * (1 + 4 / 128))]
+
+
 def test_it_prints_a_table_and_json() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(12)])
     found = mpinit.audit(model, adamw(model))
