@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, Final, ParamSpec
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from .gradient_state import EMPTY, GradientState, Marks, Phase
 # references keep other tensors from getting their ids. None: no other gradients are scaled or unscaled in this pass.
 Done = dict[int, torch.Tensor] | None
 P = ParamSpec("P")
+# How many gradients are recorded: a few are enough, because a backward pass adds to all that its loss reaches.
+_SAMPLED: Final = 16
 
 
 class Gradients:
@@ -335,6 +337,28 @@ def _dropped_on_error(gradients: Gradients) -> Iterator[None]:
     except BaseException:
         gradients.drop()
         raise
+
+
+class GradientSample:
+    """A record of a few gradients, to find whether a backward pass has added to them."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        some = weights[:: -(-len(weights) // _SAMPLED) or 1]
+        self._recorded = [(each, None if each.grad is None else _version_of(each.grad)) for each in some]
+
+    def was_added_to(self) -> bool:
+        """Return whether a gradient was written to, replaced or made, and is not 0; reading that is a device sync."""
+        for weight, known in self._recorded:
+            gradient = weight.grad
+            if gradient is None or (known is not None and known[0]() is gradient and known[1] == gradient._version):
+                continue
+            if largest([gradient], gradient.device).item() != 0:
+                return True
+        return False
+
+
+def _version_of(gradient: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int]:
+    return weakref.ref(gradient), gradient._version
 
 
 # -- gradients of some weights -----------------------------------------------------------------------------------------

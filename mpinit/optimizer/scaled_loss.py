@@ -18,14 +18,43 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import have_grads
 from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
-from .gradients import Done, Gradients
+from .gradients import Done, Gradients, GradientSample
 from .managed import ManagedOptimizer, before_backward
 from .optimizers import ManagedOptimizers
 from .step import ONE_PROCESS, EndOfBlock, GradientChecks, agree_beside, agree_on, agree_silently, end_of_block
 from .unreduced import UnreducedGradients
 
 _IS_PATCHED: Final = attrgetter("is_patched")
+_AFTER_BLOCK: Final = (
+    "backward() was called on scaled_loss after its `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block: "
+    "its gradients would stay multiplied by the loss scale. Call scaled_loss.backward() inside the block"
+)
 _FLOATS: Final = (torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class _Use:
+    """The use of a scaled loss by backward passes.
+
+    Attributes:
+        sample: a few gradients from before the block.
+        is_used: whether a backward pass went through the loss.
+        has_ended: whether the block has ended, so that nothing would unscale the gradients of another pass.
+    """
+
+    sample: Sequence[GradientSample]
+    is_used: bool = False
+    has_ended: bool = False
+
+    def record(self, _: torch.Tensor) -> None:
+        """Record a backward pass: a hook of the scaled loss.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        if self.has_ended:
+            raise RuntimeError(_AFTER_BLOCK)
+        self.is_used = True
 
 
 class ScaledLoss:
@@ -52,8 +81,8 @@ class ScaledLoss:
         self._kept_alive = [each.reference() for each in optimizers]
         self._others = others
         self._delay_update = delay_update
-        # A list that is not empty after a backward pass went through the scaled loss; None: this is not watched.
-        self._was_used: list[bool] | None = None
+        # None: backward passes through the scaled loss are not watched.
+        self._use: _Use | None = None
 
     def __enter__(self) -> torch.Tensor:
         if any(each.members.table.are_in_model for each in self._optimizers):
@@ -98,8 +127,10 @@ class ScaledLoss:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         done = self._none_done()
-        if exc_type is None and self._was_used == []:
-            self._check_used()
+        if self._use is not None:
+            self._use.has_ended = True
+            if exc_type is None and not self._use.is_used:
+                self._check_used(self._use.sample)
         end = ONE_PROCESS
         try:
             # The scale is copied before its update. The copy may fail, and gradients have to be unscaled all the same.
@@ -145,21 +176,26 @@ class ScaledLoss:
         """
         for optimizer in self._optimizers:
             optimizer.checks.writes.watch(scaled)
-        if are_new:
-            was_used: list[bool] = []
-            self._was_used = was_used
-            scaled.register_hook(lambda _: was_used.append(True))  # type: ignore[no-untyped-call]
+        sample = [] if are_new else [GradientSample(gradients.weights) for gradients in self._own]
+        self._use = _Use(sample)
+        scaled.register_hook(self._use.record)  # type: ignore[no-untyped-call]
 
     def expect_no_use(self) -> None:
         """Skip the check that ``backward()`` used this loss: it is called on another block's, with the same scale."""
-        self._was_used = None
+        self._use = None
 
-    def _check_used(self) -> None:
+    def _check_used(self, sample: Sequence[GradientSample]) -> None:
         """Refuse gradients of the unscaled loss, which would be divided by a scale that they were not multiplied by.
+
+        Args:
+            sample: a few gradients of earlier backward passes, as they were when the block began; empty if there were
+                none.
 
         Raises:
             RuntimeError: there are such gradients. They are dropped.
         """
+        if sample and not any(each.was_added_to() for each in sample):
+            return
         unreduced = self._unreduced()
         kept = [] if unreduced is None else unreduced.present()
         if not kept and not any(have_grads(gradients.weights) for gradients in self._own):

@@ -93,6 +93,46 @@ def test_backward_of_the_loss_itself_inside_the_block_is_refused(level: str, fir
     assert not any(map(torch.equal, masters(optimizer), before))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_backward_of_the_loss_itself_in_a_later_block_of_a_step_is_refused(level: str) -> None:
+    """Refuse an unscaled loss in the second micro-batch, too; blocks without a backward pass are allowed."""
+    model, optimizer = started(level)
+    for again in (False, True):
+        with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        before = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        with mpinit.scale_loss(mse(model, DATA[1]), optimizer):
+            pass
+        same(before, [weight.grad for weight in model.parameters()])
+        loss = mse(model, DATA[1])
+        with (
+            pytest.raises(RuntimeError, match=r"not from scaled_loss\. Call scaled_loss.backward\(\)"),
+            mpinit.scale_loss(loss, optimizer),
+        ):
+            if again:
+                optimizer.zero_grad()
+            loss.backward()
+        assert all(weight.grad is None for weight in model.parameters())
+    train(model, optimizer, DATA[:1])
+    with mpinit.scale_loss(mse(model, DATA[0]), optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_backward_of_the_scaled_loss_after_its_block_is_refused(level: str) -> None:
+    """Refuse gradients that nothing would unscale, also after a first pass inside the block."""
+    model, optimizer = started(level)
+    for is_used in (False, True):
+        with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
+            if is_used:
+                scaled_loss.backward(retain_graph=True)
+        before = [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
+        with pytest.raises(RuntimeError, match=r"Call scaled_loss.backward\(\) inside the block"):
+            scaled_loss.backward()
+        same(before, [weight.grad for weight in model.parameters()])
+    train(model, optimizer, DATA[:1])
+
+
 def test_other_uses_of_the_scaled_loss_are_allowed() -> None:
     model, optimizer = started()
     with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
