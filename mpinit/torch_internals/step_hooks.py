@@ -4,6 +4,7 @@ torch's ``Optimizer.step`` runs the optimizer's own hooks and the global ones. m
 for each bucket. Hooks would then run several times, and before masters are rounded into their weights.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,47 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     for name in _OWN:
         if getattr(optimizer, name, None):
             return True
-    return bool(module._global_optimizer_post_hooks) or len(module._global_optimizer_pre_hooks) > len(_own_hooks)
+    before, after = _HIDDEN.dicts or (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
+    return bool(after) or len(before) > len(_own_hooks)
+
+
+class _HiddenHooks:
+    """The hooks of all optimizers, while steps of one or several threads hide them from torch.
+
+    Attributes:
+        dicts: torch's dicts of pre-hooks and post-hooks; empty while no step hides them.
+    """
+
+    def __init__(self) -> None:
+        self.dicts: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def present(self) -> tuple[Any, ...]:
+        """Return torch's dicts of pre-hooks and post-hooks, hidden or not."""
+        return self.dicts or tuple(getattr(module, name) for name in _GLOBAL)
+
+    def hide(self) -> None:
+        """Set empty dicts in their place; each call needs one of :meth:`show`."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self.dicts = self.present()
+                for name in _GLOBAL:
+                    setattr(module, name, OrderedDict())
+
+    def show(self) -> None:
+        """Set torch's dicts again after the last step that hid them, with hooks that were registered since."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for name, hooks in zip(_GLOBAL, self.dicts, strict=True):
+                    hooks.update(getattr(module, name))
+                    setattr(module, name, hooks)
+                self.dicts = ()
+
+
+_HIDDEN: Final = _HiddenHooks()
 
 
 class StepHooks:
@@ -31,11 +72,12 @@ class StepHooks:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
         before, after = _OWN
+        all_before, all_after = _HIDDEN.present()
         # In torch's order: the hooks of all optimizers are the outer ones.
         own: list[Any] = [*getattr(optimizer, before).values()]
-        self._before = [h for h in (*module._global_optimizer_pre_hooks.values(), *own) if h not in _own_hooks]
-        self._after: list[Any] = [*getattr(optimizer, after).values(), *module._global_optimizer_post_hooks.values()]
-        self._hidden: list[tuple[Any, str, Any]] = []
+        self._before = [h for h in (*all_before.values(), *own) if h not in _own_hooks]
+        self._after: list[Any] = [*getattr(optimizer, after).values(), *all_after.values()]
+        self._hidden: list[tuple[str, Any]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run the pre-hooks, which may replace the arguments.
@@ -56,16 +98,17 @@ class StepHooks:
             hook(self._optimizer, args, kwargs)
 
     def __enter__(self) -> Self:
-        for owner, names in ((module, _GLOBAL), (self._optimizer, _OWN)):
-            for name in names:
-                self._hidden.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, OrderedDict())
+        _HIDDEN.hide()
+        for name in _OWN:
+            self._hidden.append((name, getattr(self._optimizer, name)))
+            setattr(self._optimizer, name, OrderedDict())
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._hidden:
-            owner, name, hooks = self._hidden.pop()
-            setattr(owner, name, hooks)
+            name, hooks = self._hidden.pop()
+            setattr(self._optimizer, name, hooks)
+        _HIDDEN.show()
 
 
 @contextmanager
@@ -96,3 +139,5 @@ def remove_own_hook(hook: Callable[[Optimizer, Any, Any], None]) -> None:
     handle = _own_hooks.pop(hook, None)
     if handle is not None:
         handle.remove()
+        # A handle that was made during a step refers to the empty dict that was torch's then.
+        _HIDDEN.present()[0].pop(handle.id, None)

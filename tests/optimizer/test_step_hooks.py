@@ -1,5 +1,6 @@
 """The order of step hooks, of one optimizer and of all."""
 
+import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -79,3 +80,50 @@ def calls_of_hooks(level: str, is_ours: bool) -> list[str]:
         backward(loss, optimizer) if is_ours else loss.backward()
         optimizer.step()
     return calls
+
+
+class Slow(SGD):
+    """An optimizer whose step waits inside for events."""
+
+    begun, waits_for = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        self.begun.set()
+        assert self.waits_for.wait(20)
+        return super().step(closure)
+
+
+def test_hooks_of_all_optimizers_survive_steps_of_two_threads() -> None:
+    """Run them in both steps, which overlap, and in every step after them."""
+    calls: list[Any] = []
+    ready, over = threading.Event(), threading.Event()
+    optimizers: list[Any] = []
+    for begun, waits_for in ((threading.Event(), ready), (ready, over)):
+        model = mlp()
+        optimizer = Slow(model.parameters(), lr=0.1)
+        optimizer.begun, optimizer.waits_for = begun, waits_for
+        mpinit.initialize(model, optimizer, **keywords("O2"))
+        backward(mse(model, BATCH), optimizer)
+        optimizers.append(optimizer)
+    first, second = optimizers
+
+    def step_second() -> None:
+        assert first.begun.wait(20)
+        second.step()
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(lambda each, *_: calls.append((each, "before"))).remove)
+        stack.callback(register_optimizer_step_post_hook(lambda each, *_: calls.append((each, "after"))).remove)
+        other = threading.Thread(target=step_second)
+        other.start()
+        first.step()
+        over.set()
+        other.join()
+        assert sorted(name for each, name in calls if each is first) == ["after", "before"]
+        assert sorted(name for each, name in calls if each is second) == ["after", "before"]
+        stray = SGD([weight for group in first.param_groups for weight in group["params"]], lr=0.1)
+        with pytest.raises(RuntimeError, match=r"pass the optimizer to mpinit\.initialize"):
+            stray.step()
+        plain = SGD(mlp().parameters(), lr=0.1)
+        plain.step()
+        assert calls[-2:] == [(plain, "before"), (plain, "after")]
