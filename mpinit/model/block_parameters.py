@@ -32,9 +32,13 @@ class BlockParameters:
 
     After a block each is all nan, in the memory of one number. Weights with full masters need none of them: their
     masters replace them.
+
+    Attributes:
+        narrow: id of a float32 tensor, also of a full master -> the 16-bit tensor that it replaces inside a block.
     """
 
     def __init__(self) -> None:
+        self.narrow: dict[int, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
         self._wide: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
@@ -51,10 +55,6 @@ class BlockParameters:
 
     def __len__(self) -> int:
         return len(self._wide) + len(self._former)
-
-    def tensor_of(self, wide: torch.Tensor) -> torch.Tensor | None:
-        """Return the 16-bit tensor that a tensor replaces inside a block; None if it replaces none."""
-        return self._tensor_of.get(id(wide))
 
     def are_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether :meth:`arrange` was called for these tensors, with their present dtypes and devices."""

@@ -166,6 +166,7 @@ class Float32Block:
         self._made = self._parameters.arrange(self._tensors_of_made)
         self.wide.update(zip(map(id, self._tensors_of_made), self._made, strict=True))
         self.narrow = {id(wide): tensors[key] for key, wide in self.wide.items()}
+        self._parameters.narrow = self.narrow
         found = [place for place in places.found if id(place[2]) in self.wide]
         self._dicts = [each for each, _, _ in found]
         self._entries = [name for _, name, _ in found]

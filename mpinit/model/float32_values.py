@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..basics.modules import Names
-from ..distributed.sharding import is_sharded, local, shard
+from ..distributed.sharding import is_sharded, local, set_data, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
@@ -36,7 +36,7 @@ from ..torch_internals.bulk import (
     changed_versions,
     versions_of,
 )
-from ..torch_internals.parameter_data import have_same_bits, record_data_use
+from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import reads_without_sync
 from .block_parameters import BlockParameters
 from .casting import TensorCasts
@@ -178,11 +178,17 @@ class Float32Values:
         self.masters.data_use.watch_all([master.weight for master in self.masters])
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
-    def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
-        """Record an entry that a state dict has made inside of a block: there it shares the parameter's memory."""
-        tensor = None if self.block_parameters is None else self.block_parameters.tensor_of(wide)
-        if tensor is not None:
-            self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
+    def block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        """Make the entry of a state dict inside of a block: until the end of that it shares the parameter's memory.
+
+        Its version counter is its own, because later writes to the parameter are no writes to the entry.
+        """
+        tensor = None if self.block_parameters is None else self.block_parameters.narrow.get(id(wide))
+        if tensor is None:
+            return saved
+        entry: torch.Tensor = TENSOR_DATA.__get__(saved)
+        self._block_entries.append((weakref.ref(entry), entry.detach(), tensor))
+        return entry
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the float32 values that a buffer or frozen parameter has from now on; earlier entries become stale."""
@@ -326,7 +332,11 @@ class Float32Values:
             self._handed_out.gradients.follow_graphs()
         self.moved(list(self.masters))
         for handed_out, saved, tensor in self._block_entries:
-            if handed_out() is not None:
+            entry = handed_out()
+            if entry is not None:
+                if _is_masters_memory(self.masters, tensor, saved):
+                    set_data(entry, entry.detach().clone())  # a kept state dict does not change with later steps
+                    saved = entry.detach()
                 self._entries.append(
                     _Entry(handed_out, saved, saved._version, tensor, self._record_clock(tensor), False)
                 )

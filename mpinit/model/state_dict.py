@@ -125,7 +125,9 @@ class Float32State:
                 if not isinstance(saved, torch.Tensor) or saved is tensor or tensor is None:
                     continue
                 if is_in_block and self._values is not None:
-                    self._values.record_block_entry(tensor, saved)
+                    if id(tensor) not in self._made:
+                        self._made[id(tensor)] = self._values.block_entry(tensor, saved)
+                    saved = state_dict[prefix + name] = self._made[id(tensor)]
                 if saved.dtype in LOWER_PRECISION and _is_alias(saved, tensor):
                     state_dict[prefix + name] = self._entry(tensor, saved)
 

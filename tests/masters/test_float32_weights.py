@@ -639,3 +639,27 @@ def loss_of(model: nn.Module, batch: torch.Tensor, graph: str) -> torch.Tensor:
     if graph == "forward":
         return (model(batch).float() - 1).square().mean()
     return torch.stack([p.float().square().sum() for p in model[:4].parameters()]).sum()
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_state_dict_made_inside_is_a_copy_after_the_block(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model), torch.no_grad():
+        best = model.state_dict()
+        best["0.bias"].fill_(0.1)  # shares the parameter's memory inside, as in torch
+        assert torch.equal(model[0].bias, torch.full((8,), 0.1))
+    kept, now = {name: value.clone() for name, value in best.items()}, state(model)
+    assert all(torch.equal(now[name], kept[name]) for name in kept)
+    step(model, optimizer, batch)
+    with mpinit.float32_weights(model), torch.no_grad():
+        model[0].weight.mul_(0.5)
+    model(batch)
+    assert all(torch.equal(best[name], kept[name]) for name in kept if not name.startswith("1."))  # a float32 norm
+    with mpinit.float32_weights(model):
+        new = model.state_dict()
+    new["0.weight"].fill_(0.3)
+    model(batch)
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 6), 0.3))
+    best["0.weight"].fill_(0.5)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' of a state dict"):
+        model(batch)
