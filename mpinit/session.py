@@ -90,7 +90,7 @@ class Session:
         self.values = Float32Values(self.models, self.masters)
         self.float32_block: Float32Block | None = None
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers)
-        self.step_guard = StepGuard(self.masters, plan.makes_masters)
+        self.step_guard = StepGuard(self.values, plan.makes_masters)
         self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
         members: list[Members] = []
         self.ranks = Ranks(self.forward_guard, self.scalers, members, settings.process_group)

@@ -15,6 +15,7 @@ from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.wrappers import unwrapped
 from ..distributed.sharding import is_distributed, model_parameters
 from ..masters.masters import IN_FLOAT32, Masters
+from ..model.float32_values import Float32Values
 from ..torch_internals.bulk import ModuleEntries
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
 from .gradient_state import cleared
@@ -275,13 +276,19 @@ class StepGuard:
     """The refusal of steps that mpinit does not run: of optimizers that were never initialised, or of a kept ``step``.
 
     Attributes:
+        values: the session's float32 values.
         has_masters: whether an optimizer that was never initialised is refused if it would step 16-bit weights.
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
     """
 
-    masters: Masters
+    values: Float32Values
     has_masters: bool = True
     tensor_ids: frozenset[int] = frozenset()
+
+    @property
+    def masters(self) -> Masters:
+        """The session's masters."""
+        return self.values.masters
 
     def install(self, undos: UndoStack) -> None:
         """Check every optimizer of the process before it steps, for as long as the session lives."""
@@ -303,11 +310,14 @@ class StepGuard:
         """
         managed = _managed(optimizer)
         if managed is not None:
-            if not managed.scope.is_open and managed.shared.values.masters is self.masters:
+            if not managed.scope.is_open and managed.shared.values is self.values:
                 check_own_step(managed)
             return
-        if not self.has_masters or any(map(_managed, wrapped_by(optimizer))):
+        if any(map(_managed, wrapped_by(optimizer))):
             return  # an optimizer that wraps a managed one calls that one's step
+        self._check_not_of_block(optimizer)
+        if not self.has_masters:
+            return
         for parameter in parameters_of([optimizer]):
             is_narrow = parameter.requires_grad and is_lower_precision(parameter.dtype)
             if is_narrow and (self.masters.of(parameter) is not None or self._is_in_models(parameter)):
@@ -315,6 +325,20 @@ class StepGuard:
                     f"this {type(optimizer).__name__} steps {self.masters.names.of(parameter)!r}, which "
                     "mpinit.initialize has cast to 16 bit, and would not update its float32 master: pass the "
                     "optimizer to mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
+                )
+
+    def _check_not_of_block(self, optimizer: Optimizer) -> None:
+        """Refuse to step float32 parameters of a block after it, where their weights have the gradients."""
+        blocks = self.values.block_parameters
+        if blocks is None or self.masters.are_in_model:
+            return
+        for parameter in parameters_of([optimizer]):
+            weight = blocks.narrow.get(id(parameter))
+            if weight is not None and parameter.grad is None and weight.grad is not None:
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} steps {self.masters.names.of(weight)!r} as it was inside `with "
+                    "mpinit.float32_weights(...)`, and the model's own parameter has the gradient: make the optimizer "
+                    "after the block, of model.parameters(), and call mpinit.add_optimizers(optimizer)"
                 )
 
     def _is_in_models(self, parameter: nn.Parameter) -> bool:

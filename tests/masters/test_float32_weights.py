@@ -663,3 +663,20 @@ def test_state_dict_made_inside_is_a_copy_after_the_block(kind: str) -> None:
     best["0.weight"].fill_(0.5)
     with pytest.raises(RuntimeError, match=r"'0\.weight' of a state dict"):
         model(batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_made_inside_is_refused_after_the_block(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        made = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer.zero_grad()
+    model(batch).float().sum().backward()
+    if model[0].weight.dtype is torch.float32:
+        made.step()
+        return
+    before = state(model)
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*make the optimizer after the block"):
+        made.step()
+    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
+    step(model, optimizer, batch)
