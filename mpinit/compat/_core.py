@@ -43,6 +43,11 @@ def share_overflow(optimizers: Sequence[Optimizer]) -> None:
             gradients.share(highest.to(found_inf.device))
 
 
+def has_overflow(scaler: Scaler) -> bool:
+    """Return whether a check since the last update of the scale found inf or nan; this needs a device sync."""
+    return scaler.found_inf is not None and bool(scaler.found_inf.item() > 0)
+
+
 def change_rule(scaler: Scaler, **numbers: Any) -> None:
     """Replace fields of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
     scaler.rule = dataclasses.replace(scaler.rule, **numbers)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ..scaling.scaler import LossScaler
+from ..scaling.scaler import LossScaler, UsedScale
 
 # Weak references to gradients, so that they are freed as without mpinit.
 Marks = tuple[weakref.ref[torch.Tensor], ...]
@@ -69,6 +69,7 @@ class GradientState(NamedTuple):
         checked: the gradients that ``found_inf`` belongs to, or one that a step used; other tensors are new gradients.
             Empty where no overflow was found without a device sync.
         versions: of these gradients after the check: a write to one, as by clipping, moves its version.
+        scale: while SCALED, the scale that they are multiplied by; the scaler's own may change.
     """
 
     phase: Phase = Phase.EMPTY
@@ -79,6 +80,7 @@ class GradientState(NamedTuple):
     hidden: torch.Tensor | None = None
     checked: Marks = ()
     versions: tuple[int, ...] = ()
+    scale: UsedScale | None = None
 
     @property
     def is_scaled(self) -> bool:
@@ -96,8 +98,9 @@ class GradientState(NamedTuple):
         return self.phase is Phase.SKIPPED or (self.phase is Phase.USED and self.found_inf is not None)
 
     def is_scaled_by(self, scaler: LossScaler) -> bool:
-        """Return whether a GradScaler's loss has scaled the gradients by this scaler already."""
-        return self.is_scaled and self.scaler is scaler and not self.is_open
+        """Return whether a GradScaler's loss has scaled the gradients by this scaler's present scale already."""
+        is_same = self.scale is None or self.scale.before is None
+        return self.is_scaled and self.scaler is scaler and not self.is_open and is_same
 
     @property
     def is_abandoned(self) -> bool:
@@ -126,7 +129,9 @@ def block_opened(
         if state.is_open:
             raise RuntimeError(NESTED_BLOCK)
         read(state, "mpinit.scale_loss", "")
-    return GradientState(Phase.SCALED, scaler, found_inf, False, weakref.ref(block), hidden, ())
+    return GradientState(
+        Phase.SCALED, scaler, found_inf, block=weakref.ref(block), hidden=hidden, scale=scaler.used_scale()
+    )
 
 
 def block_closed(
@@ -155,7 +160,7 @@ def scaled_by_grad_scaler(
         RuntimeError: a block is open, or they are multiplied by the scale of another loss.
     """
     check_of_grad_scaler(state, scaler, SCALE)
-    return GradientState(Phase.SCALED, scaler, found_inf, False, None, hidden, ())
+    return GradientState(Phase.SCALED, scaler, found_inf, hidden=hidden, scale=scaler.used_scale())
 
 
 def unscaled_by_grad_scaler(
@@ -258,7 +263,9 @@ def adopted(state: GradientState, found_inf: torch.Tensor | None, has_gradients:
     read(state, "mpinit.add_optimizers()", "move it before or after the with-block", has_gradients)
     if not has_gradients or state.phase is Phase.EMPTY:
         return EMPTY
-    return GradientState(state.phase, state.scaler, found_inf, False, state.block, state.hidden)
+    return GradientState(
+        state.phase, state.scaler, found_inf, block=state.block, hidden=state.hidden, scale=state.scale
+    )
 
 
 def dropped(state: GradientState) -> GradientState:

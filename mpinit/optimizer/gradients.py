@@ -87,13 +87,16 @@ class Gradients:
         found_inf = hidden = None
         if not is_empty and not (is_own and state.phase in (Phase.USED, Phase.SKIPPED)):
             found_inf, hidden = _remaining_overflow(state, self.present())
+        # A GradScaler's earlier loss may have scaled them, before the scale changed.
+        before = state.scale if state.is_scaled else None
         if block is None:
             self.state = states.scaled_by_grad_scaler(state, scaler, found_inf, hidden)
         else:
             self.state = states.block_opened(state, scaler, block, found_inf, hidden)
         if not is_empty:
             with _dropped_on_error(self):
-                _scale(self.weights, scaler.scale_now(), done)
+                factor = scaler.scale_now()
+                _scale(self.weights, factor if before is None else factor / scaler.scale_now(before), done)
         return is_empty
 
     @without_gradients
@@ -134,7 +137,7 @@ class Gradients:
         return found_inf * (earlier == 0)
 
     def _unscale(self, scaler: LossScaler, done: Done, has_gradients: bool) -> torch.Tensor | None:
-        self._inverse_scale = inverse = scaler.inverse_scale()
+        self._inverse_scale = inverse = scaler.inverse_scale(self.state.scale)
         is_checked = scaler.rule.dynamic or scaler.rule.skips_nonfinite
         if done is None and has_gradients:
             # Not counted, as torch's operation that unscales and checks is not.

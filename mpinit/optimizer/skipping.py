@@ -141,7 +141,7 @@ class Skips:
         found_inf, scaler = self._gradients.state.found_inf, self._gradients.state.scaler
         is_unread = found_inf is not None and not reads_without_sync(found_inf.device)
         if is_unread and scaler is not None and scaler.rule.dynamic:
-            scaler.mark_changed()  # its update has not read whether the scale was lowered
+            scaler.is_changed = True  # its update has not read whether the scale was lowered
         if found_inf is not None and not self._is_logged:
             # If reading is no device sync, record_overflow() has logged what scale_loss found; this came later.
             self._log_now(reads_without_sync(found_inf.device) and self._gradients.state.phase is Phase.UNSCALED)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..basics.modules import modules_of
 from ..distributed.sharding import groups_of_fsdp, unreduced_gradients
-from ..scaling.scaler import LossScaler
+from ..scaling.scaler import LossScaler, UsedScale
 from .gradient_state import OTHER_SCALER
 from .gradients import unscale_, unscale_and_check_
 
@@ -27,6 +27,7 @@ class UnreducedGradients:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.scaler: LossScaler | None = None
+        self._used: UsedScale | None = None
         self._groups: list[Any] = groups_of_fsdp([module for model in models for module in modules_of(model)])
 
     def present(self) -> list[torch.Tensor]:
@@ -40,14 +41,18 @@ class UnreducedGradients:
         Raises:
             RuntimeError: they are scaled by another loss's scale, which a GradScaler has not unscaled.
         """
-        if not self._groups or scaler.is_identity or self.scaler is scaler:
+        if not self._groups or scaler.is_identity:
             return
-        if self.scaler is not None:
+        used = scaler.used_scale()
+        if self.scaler is scaler and self._used is used:
+            return
+        if self.scaler is not None and self.scaler is not scaler:
             raise RuntimeError(OTHER_SCALER.format("FSDP, which are not reduced yet,"))
         present = self.present()
         if present:
-            unscale_(present, scaler.scale_now())
-        self.scaler = scaler
+            factor = scaler.scale_now()
+            unscale_(present, factor if self._used is None else factor / scaler.scale_now(self._used))
+        self.scaler, self._used = scaler, used
 
     @torch.no_grad()
     def unscale(self, scaler: LossScaler) -> torch.Tensor | None:
@@ -58,11 +63,11 @@ class UnreducedGradients:
         """
         if self.scaler is not scaler:
             return None
-        self.scaler = None
+        used, self.scaler, self._used = self._used, None, None
         present = self.present()
         if not present:
             return None
-        inverse, rule = scaler.inverse_scale(), scaler.rule
+        inverse, rule = scaler.inverse_scale(used), scaler.rule
         if not (rule.dynamic or rule.skips_nonfinite):
             unscale_(present, inverse)
             return None

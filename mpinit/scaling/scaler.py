@@ -4,6 +4,7 @@ The rule is no scaling, a static scale or a dynamic scale. The dynamic rule is t
 Precision Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
 """
 
+import weakref
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +17,19 @@ from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, c
 from ..torch_internals.running import reads_without_sync
 
 
+class UsedScale:
+    """The scale that some gradients are multiplied by: the scaler's own until that changes.
+
+    Attributes:
+        before: the scale, 0-dimensional, if the scaler's was updated, set or loaded since; otherwise None.
+    """
+
+    __slots__ = ("__weakref__", "before")
+
+    def __init__(self) -> None:
+        self.before: torch.Tensor | None = None
+
+
 class LossScaler:
     """A loss scale and its counters.
 
@@ -26,6 +40,7 @@ class LossScaler:
         scaled_count: how often a loss was scaled.
         changed_count: how often a loss was scaled for the first time after the scale was loaded, set or lowered, or its
             rule was changed. Growth does not count: ranks that reduce gradients together grow their scales together.
+        is_changed: whether the next scaled loss counts in ``changed_count``.
         changed_to: the :meth:`counters` and the rule with which that loss was scaled.
         found_inf: the result of gradient checks since the last update, a 0-dimensional tensor above 0 for inf or nan;
             None without a check.
@@ -46,7 +61,8 @@ class LossScaler:
         self.found_inf: torch.Tensor | None = None
         self.scaled_count = self.changed_count = 0
         self.changed_to: tuple[torch.Tensor, ScalingRule] | None = None
-        self._is_changed = False
+        self.is_changed = False
+        self._used: weakref.ref[UsedScale] | None = None
 
     @property
     def rule(self) -> ScalingRule:
@@ -55,7 +71,7 @@ class LossScaler:
 
     @rule.setter
     def rule(self, rule: ScalingRule) -> None:
-        self._is_changed |= rule != self._rule
+        self.is_changed |= rule != self._rule
         self._rule = rule
         # torch grows the scale when the count equals the interval; a count above it would never be equal.
         self._state[1].clamp_(max=rule.growth_interval - 1)
@@ -90,19 +106,37 @@ class LossScaler:
         if self.is_identity:
             return loss
         self.to(loss.device)
-        if self._is_changed:
-            self._is_changed = False
+        if self.is_changed:
+            self.is_changed = False
             self.changed_count += 1
             self.changed_to = self.counters(), self._rule
         return loss * self._state[0]
 
-    def inverse_scale(self) -> torch.Tensor:
-        """Return the reciprocal of the scale, a 0-dimensional float32 tensor on the scaler's device."""
-        return self._state[0].double().reciprocal().float()
+    def inverse_scale(self, used: UsedScale | None = None) -> torch.Tensor:
+        """Return the reciprocal of the scale, or of a used one: 0-dimensional, float32, on the scaler's device."""
+        scale = self._state[0] if used is None or used.before is None else used.before.to(self.device)
+        return scale.double().reciprocal().float()
 
-    def scale_now(self) -> torch.Tensor:
-        """Return a copy of the scale, a 0-dimensional tensor; later updates do not change it."""
-        return self._state[0].clone()
+    def scale_now(self, used: UsedScale | None = None) -> torch.Tensor:
+        """Return a copy of the scale, or of a used one: 0-dimensional; later updates do not change it."""
+        if used is None or used.before is None:
+            return self._state[0].clone()
+        return used.before.to(self.device)
+
+    def used_scale(self) -> UsedScale:
+        """Return the present scale for gradients that are about to be multiplied by it."""
+        used = None if self._used is None else self._used()
+        if used is None:
+            used = UsedScale()
+            self._used = weakref.ref(used)
+        return used
+
+    def _keep_used(self) -> None:
+        """Keep the scale that gradients are multiplied by at the moment, before another is set."""
+        used = None if self._used is None else self._used()
+        if used is not None:
+            used.before = self._state[0].clone()
+        self._used = None
 
     def loss_scale(self) -> float:
         """Return the scale as a float; this needs a device sync."""
@@ -110,15 +144,14 @@ class LossScaler:
 
     def set_scale(self, scale: float) -> None:
         """Set the scale; the counters do not change."""
-        self._state[0].fill_(check_scale(scale))
-        self.mark_changed()
-
-    def mark_changed(self) -> None:
-        """Count the next scaled loss in :attr:`changed_count`."""
-        self._is_changed = True
+        check_scale(scale)
+        self._keep_used()
+        self._state[0].fill_(scale)
+        self.is_changed = True
 
     def copy_scale(self, scale: torch.Tensor) -> None:
         """Set the scale to that of another rank, a 0-dimensional tensor, without a device sync."""
+        self._keep_used()
         self._state[0].copy_(scale)
 
     @property
@@ -129,11 +162,6 @@ class LossScaler:
     @unskipped.setter
     def unskipped(self, count: int) -> None:
         self._state[1].fill_(min(count, self._rule.growth_interval - 1))
-
-    @property
-    def has_overflow(self) -> bool:
-        """Return whether a check since the last update found inf or nan; this needs a device sync."""
-        return self.found_inf is not None and bool(self.found_inf.item() > 0)
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
         """Record the result of one check: a 0-dimensional float32 tensor, above 0 for inf or nan."""
@@ -146,13 +174,14 @@ class LossScaler:
 
         Args:
             may_wait: whether an overflow is counted in :attr:`changed_count` if reading it is a device sync. Otherwise
-                the step that is skipped for it calls :meth:`mark_changed`.
+                the step that is skipped for it sets :attr:`is_changed`.
         """
         found_inf, self.found_inf = self.found_inf, None
         if found_inf is None:
             return
         if (may_wait or reads_without_sync(found_inf.device)) and found_inf.item() > 0:
-            self.mark_changed()
+            self.is_changed = True
+        self._keep_used()
         rule, (scale, unskipped, tolerance) = self._rule, self._state
         if rule.hysteresis > 1:
             overflow = found_inf > 0
@@ -174,9 +203,10 @@ class LossScaler:
 
     def load_counters(self, counters: torch.Tensor) -> None:
         """Set the state to the :meth:`counters` of a scaler with the same rule, on any device."""
+        self._keep_used()
         for number, loaded in zip(self._state, counters.unbind(), strict=True):
             number.copy_(loaded)
-        self._is_changed, self.changed_to = self._rule != self._first_rule, None
+        self.is_changed, self.changed_to = self._rule != self._first_rule, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers.
@@ -211,8 +241,9 @@ class LossScaler:
             kind = "dynamic within its limits" if rule.dynamic else "static"
             log.info("the saved loss scale %s is not used: here it is %s, and is %s now", saved, kind, scale)
         follows = rule.dynamic and scale == saved
+        self._keep_used()
         self._state[0].fill_(check_scale(scale))
-        self._is_changed |= rule.dynamic
+        self.is_changed |= rule.dynamic
         self.unskipped = int(state["unskipped"]) if follows else 0
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
         self._state[2].fill_(min(tolerance, rule.hysteresis))

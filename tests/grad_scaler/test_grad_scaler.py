@@ -331,3 +331,64 @@ def test_kept_gradient_of_a_weight_with_two_optimizers_is_scaled_once(masters: b
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
+
+
+def move_between_steps(scaler: Any, optimizers: list[Any], index: int) -> None:
+    scaler.step(optimizers[0])
+    scaler.update()
+    scaler.step(optimizers[1])
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def move_while_one_accumulates(scaler: Any, optimizers: list[Any], index: int) -> None:
+    scaler.step(optimizers[0])
+    optimizers[0].zero_grad()
+    if index % 2:
+        scaler.step(optimizers[1])
+        optimizers[1].zero_grad()
+    scaler.update()
+
+
+def move_before_the_steps(scaler: Any, optimizers: list[Any], index: int) -> None:
+    state = scaler.state_dict()
+    ways = (
+        lambda: scaler.update(64.0),
+        lambda: scaler.load_state_dict({**state, "scale": 4096.0}),
+        lambda: mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}}, optimizers[0]),
+    )
+    ways[index % 3]()
+    move_between_steps(scaler, optimizers, index)
+
+
+MOVES = (move_between_steps, move_while_one_accumulates, move_before_the_steps)
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2", "split, dynamic"])
+@pytest.mark.parametrize("move", MOVES)
+def test_gradients_are_unscaled_by_the_scale_that_they_have(move: Callable[..., None], setting: str) -> None:
+    """Change the scale between ``scale`` and ``step``, against the same loop in float32."""
+    levels: dict[str, dict[str, Any]] = {
+        "O1": {"opt_level": "O1"},
+        "O2": {"opt_level": "O2"},
+        "split, dynamic": {"opt_level": "O5", "loss_scale": "dynamic", "master_weights": "split"},
+        "O0": {"opt_level": "O0", "loss_scale": 1.0},
+    }
+    runs = []
+    for level in (setting, "O0"):
+        model = mlp()
+        optimizers = [plain_sgd(model[0].parameters()), plain_sgd(model[3].parameters())]
+        rule = {} if level == "O0" else {"init_loss_scale": 4.0, "growth_interval": 1}
+        mpinit.initialize(model, optimizers, verbosity=0, **levels[level] | rule)
+        scaler = mpinit.GradScaler(optimizers)
+        for index, batch in enumerate(batches(6)):
+            scaler.scale(mse(model, batch)).backward()
+            if level == "O0" and move is move_before_the_steps:
+                move_between_steps(scaler, optimizers, index)
+            else:
+                move(scaler, optimizers, index)
+        runs.append([value.clone() for value in model.state_dict().values()])
+        assert [mpinit.step_counts(each)[1] for each in optimizers] == [0, 0]
+        mpinit.undo(model)
+    torch.testing.assert_close(*runs, rtol=0.02, atol=2e-2 if setting.startswith("split") else 2e-3)

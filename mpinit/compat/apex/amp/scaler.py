@@ -65,7 +65,7 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._overflowed or self.core.has_overflow
+        return self._overflowed or _core.has_overflow(self.core)
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
@@ -87,7 +87,7 @@ class LossScaler:
         """
         self.core.record_found_inf(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
         # Read before the update: at its lower limit the scale does not go down.
-        overflowed = self.core.has_overflow
+        overflowed = _core.has_overflow(self.core)
         self.core.update()
         self._overflowed = False
         return overflowed
