@@ -8,6 +8,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -70,7 +71,13 @@ class _Method(OfModule):
 
 
 class DeepCopy(_Method):
-    """A module's ``__deepcopy__``."""
+    """A module's ``__deepcopy__``; its method :meth:`reduce` is the module's ``__reduce_ex__``."""
+
+    def reduce(self, protocol: Any) -> Any:
+        """Apply pending writes before the module is pickled, as by ``torch.save(model)``."""
+        if self.originals is not None:
+            self.originals.values.apply_writes()
+        return type(self.module).__reduce_ex__(self.module, protocol)
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         originals = self.originals
@@ -161,10 +168,11 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
 
 
 _KINDS: Final[tuple[tuple[str, type[_Method]], ...]] = (("__deepcopy__", DeepCopy), ("_apply", Conversion))
+_REDUCE: Final = "__reduce_ex__"
 
 
 def set_methods(modules: Iterable[nn.Module], originals: Originals | None) -> None:
-    """Make copies of modules float32, and refuse their conversions."""
+    """Make copies of modules float32, apply pending writes before they are pickled, and refuse their conversions."""
     for module in modules:
         for name, kind in _KINDS:
             present = vars(module).get(name)
@@ -173,6 +181,26 @@ def set_methods(modules: Iterable[nn.Module], originals: Originals | None) -> No
             elif isinstance(present, kind) and present.originals is None:
                 made = vars(module)[name] = kind(module, originals)
                 made.is_of_copy = True
+        # No call of a function for each module: models have thousands.
+        deep_copy = vars(module)["__deepcopy__"]
+        if _REDUCE in vars(module):
+            _set_reduce(module)
+        elif isinstance(deep_copy, DeepCopy):
+            vars(module)[_REDUCE] = deep_copy.reduce
+
+
+def _set_reduce(module: nn.Module) -> None:
+    """Make pickling call :meth:`DeepCopy.reduce`, unless the module has a ``__reduce_ex__`` as an attribute."""
+    own = vars(module)
+    present, deep_copy = own.get(_REDUCE), own.get("__deepcopy__")
+    if isinstance(deep_copy, DeepCopy) and (present is None or _is_reduce(present)):
+        own[_REDUCE] = deep_copy.reduce
+    elif _is_reduce(present):
+        del own[_REDUCE]
+
+
+def _is_reduce(method: Any) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is DeepCopy.reduce
 
 
 def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> None:
@@ -183,6 +211,7 @@ def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> No
             del vars(module)[name]
             if found.is_of_copy:
                 vars(module)[name] = kind(module, None)
+    _set_reduce(module)
     hooks_on_saving: Any = module._state_dict_hooks
     for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
         hooks.pop(key, None)

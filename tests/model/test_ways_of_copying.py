@@ -181,6 +181,20 @@ def test_a_copy_is_a_model_of_its_own(way: str, level: str) -> None:
     assert registry.of(model) is not None
 
 
+@pytest.mark.parametrize("written", ["entry", "master"])
+@pytest.mark.parametrize("way", [way for row in list(ROWS)[:2] for way in ROWS[row]])
+def test_a_copy_has_the_numbers_written_before_it(way: str, written: str) -> None:
+    """Write to an entry of a state dict, or to a master, and copy the model or a part of it before its next use."""
+    skip_without_package_of(way)
+    for part in ("", "first"):
+        model, optimizer = trained("O5")
+        state, (master, *_) = model.state_dict(), mpinit.master_params(optimizer)
+        with torch.no_grad():
+            (state["first.weight"] if written == "entry" else master).fill_(0.5)
+        copied = WAYS[way](model.get_submodule(part))
+        assert bool((copied.get_submodule("" if part else "first").weight == 0.5).all())
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_shallow_copy_and_a_package_name_the_way_out(level: str) -> None:
     model, _ = trained(level)
