@@ -5,7 +5,7 @@ import os
 from typing import Any, Final
 
 from ..settings.properties import OPT_LEVELS, Properties, field_names
-from ..settings.resolve import ReadConfig, read_config, resolve
+from ..settings.resolve import ReadConfig, check_names, read_config, resolve
 from .output import show_json, show_table, show_text
 
 _TABLE: Final = (
@@ -35,6 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the table."""
     overrides = dict(_override(text) for text in arguments.set)
+    check_names(overrides, field_names(), "--set")
     config = _config(arguments.config)
     for setting in ("opt_level", "num_losses", "verbosity"):
         config.pop(setting, None)
