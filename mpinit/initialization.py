@@ -322,6 +322,7 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
 
     Raises:
         ValueError: an object that is not initialised (any more).
+        RuntimeError: at O1 or O4 it was called inside of a ``torch.autocast`` block that began after ``initialize``.
         Exception: a part of it has failed. Everything else was undone; call it again for the part that failed.
 
     Example:

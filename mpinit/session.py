@@ -47,9 +47,14 @@ from .scaling.scaler import LossScaler
 from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
+from .torch_internals.native_autocast import thread_state
 
 _numbers = itertools.count()
 _REPORTED: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+_IN_BLOCK: Final = (
+    "mpinit.undo() was called inside of a torch.autocast block, whose end restores the casts of before the block: "
+    "those of this session. Call it before or after the block"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +266,9 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
+            is_o1 = self.properties.patch_torch_functions and self.properties.cast_scope == "thread"
+            if is_o1 and thread_state.value.has_later_block():
+                raise RuntimeError(_IN_BLOCK)
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
             # On the stack, which runs the other undos even if one of these raises.

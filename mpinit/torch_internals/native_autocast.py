@@ -54,6 +54,7 @@ class ThreadAutocast:
             and inside of it.
         sessions: the sessions with casts on in this thread, oldest first, and their dtypes.
         base: the state before the first session.
+        base_blocks: the number of the user's open autocast blocks at that time.
         has_ended: whether a session has ended since then. If it ended inside a block, the block's end switches its
             casts on again.
     """
@@ -62,12 +63,13 @@ class ThreadAutocast:
         self.forwards: list[tuple[State, int, int]] = []
         self.sessions: dict[ThreadCasts, torch.dtype] = {}
         self.base: State | None = None
+        self.base_blocks = 0
         self.has_ended = False
 
     def begin(self, casts: "ThreadCasts", dtype: torch.dtype) -> None:
         if not self.sessions:
             self.follow_ended()
-            self.base, self.has_ended = present_state(), False
+            self.base, self.base_blocks, self.has_ended = present_state(), self._users_blocks(), False
         self.sessions[casts] = dtype
         self._set()
 
@@ -75,6 +77,13 @@ class ThreadAutocast:
         """Switch off casts of an ended session that the end of a block has switched on again."""
         if self.has_ended and is_on() and not open_autocast_blocks():
             self._set()
+
+    def has_later_block(self) -> bool:
+        """Return whether the user has opened an autocast block since the first session: its end restores casts."""
+        return bool(self.sessions) and self._users_blocks() > self.base_blocks
+
+    def _users_blocks(self) -> int:
+        return open_autocast_blocks() - sum(inside - outside for _, outside, inside in self.forwards)
 
     def _set(self) -> None:
         dtypes = list(self.sessions.values())
@@ -143,12 +152,15 @@ class ThreadCasts:
 
         Inside a block of mpinit in this thread, the flags are switched off when the block ends. In another thread, or
         in a ``torch.autocast`` block, they are switched off later: when that thread next ends a backward pass, a step
-        or the forward of an initialised model.
+        or the forward of an initialised model. ``mpinit.undo`` is refused in such a block, because a backward pass
+        after it ends no casts.
 
         Returns:
             True if it was called in the thread that began.
         """
         if self._has_ended:
+            if self._thread is thread_state.value:
+                self._thread.follow_ended()  # the first call may have been in a block that has ended since
             return True
         self._thread.sessions.pop(self, None)
         self._thread.has_ended = True

@@ -83,6 +83,48 @@ def test_casts_of_a_session_dropped_in_autocast_end_at_the_next_forward(before: 
     assert product_dtype() is FP32
 
 
+def test_casts_of_a_model_dropped_in_autocast_end_at_the_next_initialize() -> None:
+    model = torch.nn.Linear(2, 2)
+    mpinit.initialize(model, opt_level="O1", verbosity=0)
+    with torch.autocast("cpu", BF16):
+        del model
+        assert product_dtype() is BF16
+    mpinit.initialize(torch.nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert product_dtype() is FP32
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_undo_in_an_autocast_block_is_refused_and_changes_nothing(level: str, enabled: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    mpinit.initialize(model, opt_level=level, verbosity=0)
+    dtype = product_dtype()
+    with torch.autocast("cpu", BF16, enabled=enabled), pytest.raises(RuntimeError, match="Call it before or after"):
+        mpinit.undo(model)
+    assert product_dtype() is dtype
+    assert model(torch.ones(1, 2)).dtype is dtype
+    mpinit.undo(model)
+    assert [product_dtype(), model(torch.ones(1, 2)).dtype] == [FP32, FP32]
+
+
+def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
+    model = torch.nn.Linear(2, 2)
+    with torch.autocast("cpu", BF16):
+        mpinit.initialize(model, opt_level="O1", verbosity=0)
+        assert product_dtype() is HALF
+        mpinit.undo(model)
+    assert product_dtype() is FP32
+
+
+def test_undo_in_a_block_is_possible_with_casts_of_the_model_alone() -> None:
+    model = torch.nn.Linear(2, 2)
+    mpinit.initialize(model, opt_level="O1", cast_scope="model", verbosity=0)
+    with torch.autocast("cpu", BF16):
+        mpinit.undo(model)
+        assert product_dtype() is BF16
+    assert product_dtype() is FP32
+
+
 @pytest.mark.parametrize("ends", ["backward", "forward"])
 def test_casts_ended_in_another_thread_end_at_the_next_pass(before: dict[str, object], ends: str) -> None:
     owner = [Owner()]
