@@ -9,9 +9,11 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
+from ..basics.tables import counted
 from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
@@ -321,6 +323,47 @@ def _warn_of_second_scaler(loss: torch.Tensor, scaler: LossScaler) -> None:
         loss.register_hook(check_gradient)  # type: ignore[no-untyped-call]
 
 
+# Nodes of a loss's graph that are searched: those of 20,000 need about 20 ms, and most models have fewer.
+_MOST_NODES: Final = 20_000
+
+
+def _warn_of_foreign_parameters(loss: torch.Tensor, gradients: Sequence[Gradients]) -> None:
+    """Warn of parameters that a loss reaches, and whose gradients the end of the block does not unscale.
+
+    The graph is searched only until the first step. In a process group it is not: FSDP computes with other tensors than
+    the optimizer's parameters.
+    """
+    if is_distributed() or torch.compiler.is_compiling() or is_capturing():
+        return
+    known = {id(weight) for each in gradients for weight in each.weights}
+    found = [p for p in _parameters_below(loss) if id(p) not in known]
+    if found:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in found[:3])
+        warn_user(
+            f"the loss of mpinit.scale_loss reaches {counted(len(found), 'parameter')} outside of the session's models "
+            f"and optimizers, of shape {shapes}: their gradients stay multiplied by the loss scale. Pass "
+            "mpinit.initialize the optimizer that steps them, too, or their module; if nothing trains them, set "
+            "requires_grad to False"
+        )
+
+
+def _parameters_below(loss: torch.Tensor) -> list[nn.Parameter]:
+    """List the parameters that the graph of a loss leads to, each once."""
+    found: dict[nn.Parameter, None] = {}
+    pending: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found[variable] = None
+        pending.extend([below for below, _ in node.next_functions])
+    return list(found)
+
+
 class Unscaled(nullcontext[Any]):
     """The context that ``scale_loss`` returns if gradients are not scaled: it yields the loss."""
 
@@ -375,6 +418,7 @@ class Losses:
         others = [] if scaler.is_identity else managed.gradients_beside(own)
         if managed.shared.ranks.is_first_step and not scaler.is_identity:
             _warn_of_second_scaler(loss, scaler)
+            _warn_of_foreign_parameters(loss, [*(each.gradients for each in own), *others])
         return ScaledLoss(loss, scaler, own, others, delay)
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:

@@ -209,3 +209,36 @@ def test_groups_replaced_by_hand_and_a_move_to_meta_are_warned_of_at_the_step() 
         scaled_loss.backward()
     with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_loss_that_reaches_parameters_outside_of_the_session_is_warned_of(level: str) -> None:
+    """Warn that their gradients stay scaled; with their optimizer initialised they are those of plain torch."""
+    model, optimizer = pair(level)
+    log_variance = nn.Parameter(torch.zeros(()))
+    other = torch.optim.SGD([log_variance], lr=0.1)
+    loss = loss_of(model) * torch.exp(-log_variance) + log_variance
+    with (
+        pytest.warns(UserWarning, match=r"reaches 1 parameter outside .*, of shape \(\): .* stay multiplied"),
+        mpinit.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert log_variance.grad is not None and log_variance.grad.abs() > 100
+    optimizer.step()
+    mpinit.undo(model)
+    mpinit.initialize(model, [optimizer, other], level, verbosity=0)
+    log_variance.grad = None
+    loss = loss_of(model) * torch.exp(-log_variance) + log_variance
+    with mpinit.scale_loss(loss, [optimizer, other]) as scaled_loss:
+        scaled_loss.backward()
+    torch.testing.assert_close(log_variance.grad, 1 - loss_of(model).detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_frozen_parameters_outside_of_the_session_are_not_warned_of() -> None:
+    """Use a frozen teacher, and inputs that need gradients."""
+    model, optimizer = pair()
+    teacher = nn.Linear(4, 2).requires_grad_(False)
+    inputs = torch.ones(1, 4, requires_grad=True)
+    with mpinit.scale_loss((model(inputs) - teacher(inputs)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
