@@ -1,5 +1,6 @@
 """The float32 parameters and buffers that replace 16-bit ones inside of ``float32_weights`` blocks."""
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +11,17 @@ import torch
 from torch import nn
 
 from ..basics.modules import Names
+from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_all_local_data, set_data, set_local_data, shard, sharded_as
 from ..masters.masters import Master
 from ..torch_internals.bulk import are_same, changed_grads, changed_versions, set_grads, versions_of
-from ..torch_internals.parameter_data import TENSOR_DATA
+from ..torch_internals.parameter_data import (
+    TENSOR_DATA,
+    DataUse,
+    record_data_use,
+    stop_recording,
+    stop_recording_all,
+)
 
 _KEPT_FROM_BLOCK: Final = (
     "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "
@@ -46,6 +54,9 @@ class BlockParameters:
         self._empty: list[torch.Tensor] = []
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._are_sharded = False
+        # Uses of the parameters' data since the last block.
+        self._use = DataUse()
+        undo_when_dropped(self, functools.partial(stop_recording_all, self._use))
         # The versions of the float32 tensors at the end of the last block; None inside of one.
         self._versions: list[int] | None = []
         # Float32 tensors whose 16-bit tensors have become float32 since: they share the memory of these.
@@ -84,6 +95,9 @@ class BlockParameters:
         self._tensors, self._kinds, self._wide, self._empty = list(tensors), kinds, wide, empty
         self._are_sharded = any(map(is_sharded, tensors))
         self._parameters = [each for each in wide if isinstance(each, nn.Parameter)]
+        for place, parameter in zip(before, wide, strict=True):
+            if place < 0 and isinstance(parameter, nn.Parameter):
+                record_data_use(parameter, self._use)
         self._tensor_of = dict(zip(map(id, wide), self._tensors, strict=True))
         return wide
 
@@ -97,6 +111,7 @@ class BlockParameters:
         wide = self._wide.pop(index)
         self._parameters = [each for each in self._parameters if each is not wide]
         self._tensor_of.pop(id(wide), None)
+        stop_recording(wide)
         if isinstance(wide, nn.Parameter):
             set_data(wide, TENSOR_DATA.__get__(master.parameter))
             wide.requires_grad_(master.parameter.requires_grad)
@@ -120,6 +135,9 @@ class BlockParameters:
         """Empty all float32 tensors at the end of a block."""
         set_all_local_data(self._wide, self._empty, self._are_sharded)
         self._versions = versions_of(self._wide)
+        # Tensors that `data` returned inside of the block have the memory of then.
+        self._use.touched.clear()
+        self._use.clear_replaced()
         if not all(wide.is_leaf for wide in self._wide if not isinstance(wide, nn.Parameter)):
             self._kinds = []  # a buffer that belongs to a graph now, so the next block needs another one
 
@@ -136,8 +154,10 @@ class BlockParameters:
             raise RuntimeError(_GRADIENT_AFTER_BLOCK.format(names.of(self._tensor_of[id(self._parameters[index])])))
         if self._versions is not None and (now := changed_versions(self._wide, self._versions)) is not None:
             index = next(i for i, version in enumerate(self._versions) if version != now[i])
-            self.empty()
+            self._empty_again()
             raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(self._tensors[index])))
+        if self._versions is not None and self._use.touched:
+            self._check_data(names)
         for place, (known, tensor, version) in enumerate(self._former):
             wide = known()
             if wide is not None and wide._version != version:
@@ -146,6 +166,30 @@ class BlockParameters:
                 raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(tensor)))
         if self._former:
             self._former = [each for each in self._former if each[0]() is not None]
+
+    def _check_data(self, names: Names) -> None:
+        """Refuse writes through ``data``, which torch does not count: other memory, or another number than nan."""
+        used = self._use.touched
+        rows = zip(self._tensors, self._wide, self._empty, strict=True)
+        written = [
+            tensor
+            for tensor, wide, empty in rows
+            if id(wide) in used
+            and (shard(wide).data_ptr() != empty.data_ptr() or not bool(_first_of(empty).isnan().all()))
+        ]
+        if written:
+            self._empty_again()
+            raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(written[0])))
+
+    def _empty_again(self) -> None:
+        """Empty all float32 tensors after a write: some operations write to the one number of a tensor."""
+        for empty in self._empty:
+            _first_of(empty).fill_(torch.nan)
+        self.empty()
+
+
+def _first_of(empty: torch.Tensor) -> torch.Tensor:
+    return empty.as_strided((min(1, empty.numel()),), (1,), empty.storage_offset())
 
 
 def _like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:

@@ -285,19 +285,14 @@ def test_average_over_a_kept_list_has_a_weight_that_is_trained_later(kind: str, 
 
 @pytest.mark.parametrize("kind", MASTERS)
 def test_average_over_a_kept_list_has_a_weight_that_becomes_float32(kind: str) -> None:
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key = nn.Linear(6, 128), nn.Linear(6, 6)
-            self.key.requires_grad_(False)
-
+    class Decaying(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                self.key.weight.mul_(0.99)
-            return self.query(x + self.key(x))
+                self.weight.mul_(0.99)
+            return super().forward(x)
 
     torch.manual_seed(0)
-    model = Momentum()
+    model = nn.Sequential(Decaying(6, 6).requires_grad_(False), nn.Linear(6, 128))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
     with mpinit.float32_weights(model):
@@ -307,7 +302,7 @@ def test_average_over_a_kept_list_has_a_weight_that_becomes_float32(kind: str) -
         expected = state(model)
         with mpinit.float32_weights(model):
             assert all(torch.equal(kept[name], expected[name]) for name in kept)
-    assert model.key.weight.dtype is torch.float32
+    assert model[0].weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize("kind", MASTERS)
@@ -680,3 +675,34 @@ def test_optimizer_made_inside_is_refused_after_the_block(kind: str) -> None:
         made.step()
     assert all(torch.equal(value, before[name]) for name, value in state(model).items())
     step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("name", ["4.weight", "head.bias"])
+@pytest.mark.parametrize("write", ["fill_", "data =", "data.fill_", "old data"])
+def test_data_of_a_parameter_kept_from_a_block_is_refused_once_written(name: str, write: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("4", nn.Linear(2, 2))
+    model.add_module("head", nn.Linear(2, 1))
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **KINDS["split"])
+    before = state(model)
+    for _ in range(2):
+        with mpinit.float32_weights(model), torch.no_grad():
+            kept = model.get_parameter(name)
+            kept.data = kept.data.clone()  # counts inside, and is no write after the block
+        model(torch.ones(1, 2))
+        if write == "data =":
+            kept.data = torch.zeros_like(kept)
+        elif write == "fill_":
+            with torch.no_grad():
+                kept.fill_(3.0)
+        else:
+            data = kept.data
+            if write == "old data":
+                model(torch.ones(1, 2))
+            data.fill_(3.0)
+        with pytest.raises(RuntimeError, match=f"'{name}' that was kept"):
+            model(torch.ones(1, 2))
+        assert bool(kept.isnan().all())
+        model(torch.ones(1, 2))
+        assert all(torch.equal(value, before[each]) for each, value in state(model).items())
