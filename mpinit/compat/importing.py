@@ -1,7 +1,7 @@
 """Imports of the name ``apex``.
 
-Every module under :data:`FACE` has two names: its own, and the one that scripts import. Both names are one module
-object, so there is one copy of its state. Objects pickled under one name load under the other.
+Every module under :data:`REPLACEMENT_PACKAGE` has two names: its own, and the one that scripts import. Both names are
+one module object, so there is one copy of its state. Objects pickled under one name load under the other.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Final
 from ..basics.logs import log
 
 NAME: Final = "apex"
-FACE: Final = "mpinit.compat.apex"
+REPLACEMENT_PACKAGE: Final = "mpinit.compat.apex"
 BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap"))
 
 # A directory with one of these is NVIDIA's package, not another project of the same name.
@@ -46,7 +46,7 @@ def install_as_apex() -> None:
     package = sys.modules.get(NAME)
     if package is None:
         _import_real_apex() or _provide()
-    elif package.__name__ != FACE:
+    elif package.__name__ != REPLACEMENT_PACKAGE:
         package.__dict__["amp"] = _provide(".amp")
 
 
@@ -64,11 +64,13 @@ class _Refusals(MetaPathFinder):
 
         ``from apex.optimizers import FusedNovoGrad`` also calls it: a name that a package lacks may be a module in it.
         """
-        name = NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname
+        name = fullname
+        if fullname.startswith(REPLACEMENT_PACKAGE):
+            name = NAME + fullname.removeprefix(REPLACEMENT_PACKAGE)
         if name in MISSING:
             _log_once(f"{_missing(name)}. A script may show another text for this ImportError")
         refuse_missing(name)
-        if name in _ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == FACE:
+        if name in _ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
             _log_once(
                 f"{name} is not part of the apex that mpinit provides, and is imported. If a script needs it, install "
                 "NVIDIA apex: mpinit then provides apex.amp alone"
@@ -83,12 +85,12 @@ def _drop_modules(package: str) -> None:
 def _provide(part: str = "") -> ModuleType:
     """Register mpinit's modules under the name ``apex``, or a part of it such as ".amp"."""
     _drop_modules(NAME + part)
-    face = importlib.import_module(FACE + part)
+    face = importlib.import_module(REPLACEMENT_PACKAGE + part)
     names = [face.__name__, *(info.name for info in pkgutil.walk_packages(face.__path__, f"{face.__name__}."))]
     # All at once. A later import by the alias would bind the module in its parent, where ``apex.amp._amp_state`` must
     # stay the object of that name, not become the module.
     for name in names:
-        sys.modules[NAME + name.removeprefix(FACE)] = importlib.import_module(name)
+        sys.modules[NAME + name.removeprefix(REPLACEMENT_PACKAGE)] = importlib.import_module(name)
     return face
 
 

@@ -70,7 +70,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         if optimizers:
             amp.add_optimizers(optimizers)
         for scheduler in [config.scheduler for config in lr_schedulers if config.interval == "step"]:
-            self._undos.push(wait_for_steps(scheduler, amp.step_was_skipped))
+            self._undos.push(skip_scheduler_with_step(scheduler, amp.step_was_skipped))
         # With DDP the model is the wrapper.
         module: Any = next(each for each in model.modules() if isinstance(each, _lightning.LightningModule))
         for callback in [each for each in module.trainer.callbacks if isinstance(each, _AVERAGERS)]:
@@ -137,7 +137,7 @@ def _in_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def wait_for_steps(scheduler: Any, was_skipped: Callable[[Optimizer], bool]) -> Undo:
+def skip_scheduler_with_step(scheduler: Any, was_skipped: Callable[[Optimizer], bool]) -> Undo:
     """Patch ``scheduler.step`` to do nothing if its optimizer skipped the last step.
 
     The scheduler keeps its class, and its state dict does not change.

@@ -130,7 +130,7 @@ def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
     return in_pieces(states, are_usual, _TOGETHER)
 
 
-def shown(state_dict: dict[str, Any]) -> dict[str, Any]:
+def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with float32 tensors instead of codes, in new dicts."""
     states = {
         key: {name: with_numbers(value) for name, value in state.items()} if isinstance(state, dict) else state

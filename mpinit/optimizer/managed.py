@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
-from ..masters.states import EncodedStates, decode, shown
+from ..masters.states import EncodedStates, decode, decoded_state_dict
 from ..model.float32_values import Float32Values
 from ..model.kept_state import KeptState
 from ..plan import Plan
@@ -352,7 +352,7 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
             pass  # the exit encodes the state that the optimizer has already
         for holder in managed.members.holders():
             if hasattr(holder, "_optimizer_state_dict_post_hooks"):
-                undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
+                undos.push(holder.register_state_dict_post_hook(lambda _, state: decoded_state_dict(state)).remove)
     for function in methods:
         # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is made later
         # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import mpinit
 from mpinit import registry
-from mpinit.integrations.lightning import MixedPrecision, wait_for_steps
+from mpinit.integrations.lightning import MixedPrecision, skip_scheduler_with_step
 
 pytestmark = MARKS
 
@@ -414,7 +414,7 @@ def test_scheduler_skips_after_a_skipped_step_and_keeps_its_class(kind: Any) -> 
     scheduler = ExponentialLR(optimizer, 0.5) if kind is ExponentialLR else ReduceLROnPlateau(optimizer, "min", 0.5, 0)
     arguments = () if kind is ExponentialLR else (torch.inf,)
     state, skipped = set(scheduler.state_dict()), [True]
-    undo = wait_for_steps(scheduler, lambda _: skipped[0])
+    undo = skip_scheduler_with_step(scheduler, lambda _: skipped[0])
     assert isinstance(scheduler, kind) and set(scheduler.state_dict()) == state
     optimizer.step()
     scheduler.step(*arguments)

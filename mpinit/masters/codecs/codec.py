@@ -38,7 +38,7 @@ class Codec(ABC):
         Args:
             values: float32, (rows, BLOCK), contiguous.
             codes: the tensors to write to, with as many rows.
-            tensors: what :func:`tensor_rows` makes, if the values are those of several tensors; one by default.
+            tensors: the result of :func:`tensor_rows`; None for a single tensor. Default None.
         """
         self.encode_by(_native_for(self, values) if tensors is None else None, values, codes, tensors)
 
@@ -107,9 +107,9 @@ _STIR: Final = 0x27D4EB2F
 
 
 def tensor_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Make what :func:`noise_arguments` needs to know of several tensors, which have so many rows each.
+    """Compute row offsets and noise groups of several concatenated tensors, each of which has one of these row counts.
 
-    It is copied to the device, which is a device sync.
+    Copies them to the device, which is a device sync.
     """
     groups = [max(count // _NEIGHBOURS, 1) for count in rows]
     ends = list(accumulate(rows))

@@ -176,7 +176,7 @@ def write_together(states: Sequence[EncodedState], values: Sequence[torch.Tensor
 
     Args:
         values: the numbers of each state, in float32 and of its strides.
-        tensors: what :func:`codec.tensor_rows` makes of the states' rows.
+        tensors: the result of :func:`codec.tensor_rows` for the states' rows.
     """
     rows = rows_of(states)
     together = torch.zeros(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
