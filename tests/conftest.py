@@ -81,7 +81,7 @@ def _same_start() -> Iterator[None]:
         left_over.undo()
     # The examples in docstrings register functions too, torch.cumsum among them.
     installation.REGISTERED[:] = registered
-    native_autocast.thread_state.value.follow_ended()
+    native_autocast.thread_state.value.restore_after_ended_session()
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
 
 

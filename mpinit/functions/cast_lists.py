@@ -41,7 +41,8 @@ class CastRow:
         native: device types whose own autocast follows the row.
         arguments: number of leading arguments to cast; 0: all. Lists of an RNN's weights are not cast on devices where
             autocast casts them inside, because those casts are cached.
-        casts_off: whether the body runs with casts off, because a native kernel inside would cast otherwise.
+        casts_off: whether autocast is disabled while the function runs, because operations inside it are on autocast's
+            own list.
     """
 
     name: str

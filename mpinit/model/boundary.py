@@ -1,7 +1,7 @@
-"""The boundary around an initialised model: calls from outside are checked, and their arguments and results cast.
+"""The boundary around an initialised model: calls by user code are checked, and their arguments and results cast.
 
-Inside a forward everything is in one dtype, and a call from one module to the next casts nothing. Each thread remembers
-that dtype while the forward runs. If a thread remembers no dtype, the call comes from the user.
+Inside a forward everything is in one dtype, and a call from one module to the next casts nothing.
+``current_forward.dtype`` is the dtype of the forward that runs in this thread. If it is None, user code is the caller.
 """
 
 import threading
@@ -55,7 +55,7 @@ _LAST_READ: Final = 1000
 
 
 class ForwardGuard:
-    """The checks before a model of a session is called from outside of every forward.
+    """The checks before a model of a session is called while no forward of an initialised model runs in this thread.
 
     Attributes:
         models, masters: those of the session.
@@ -180,7 +180,7 @@ class Boundary:
     """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
-        guard: the checks before a call from outside of every forward.
+        guard: the checks before a call while no forward of an initialised model runs in this thread.
         targets: ids of the models' tensors -> the dtype that they were cast to.
     """
 

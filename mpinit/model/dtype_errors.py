@@ -1,8 +1,7 @@
 """The texts of errors of torch where float32 tensors meet 16-bit weights: the part or method, and the entry for it.
 
 Two kinds are found. A forward makes a float32 tensor itself (``x.float()``) and passes it to a layer. And a method that
-computes with weights of its own (``x @ self.proj``) is called from outside of every forward, without being an entry
-point.
+computes with weights of its own (``x @ self.proj``) is called by user code, without being an entry point.
 """
 
 import os
@@ -161,7 +160,7 @@ def _names(boundary: Boundary, module: nn.Module) -> dict[nn.Module, str]:
 
 
 class _Calls(threading.local):
-    """This thread's running calls of methods that were called from outside of every forward.
+    """This thread's running calls of methods that user code has called, while no forward of a model runs.
 
     Attributes:
         inputs: the arguments of each, the outermost first.
@@ -182,7 +181,7 @@ _calls: Final = _Calls()
 
 
 class MethodOutside(OfModule):
-    """A method that computes with weights of its own module; calls from outside of every forward name it in errors.
+    """A method that computes with weights of its own module; errors name it if user code has called it.
 
     It casts nothing. Its :attr:`run` is set on the module.
     """

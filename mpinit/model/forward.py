@@ -37,11 +37,11 @@ class _Absent:
 
 
 class PatchedForward(OfModule):
-    """A module's method with casts around it; its :attr:`run` is set as ``module.forward`` (or another name).
+    """Patched method of a module; its :attr:`run` is set as ``module.forward`` (or another name).
 
-    A part (``is_part``) casts nothing if a forward with the same dtype calls it. A model casts its inputs and outputs
-    for every caller except itself. ``weights`` replaces float32 parameters by 16-bit casts while the method runs; None
-    if it computes with the parameters themselves.
+    With ``is_part=True`` (a submodule) it casts only if no forward of the same dtype is running in this thread. With
+    ``is_part=False`` (an argument of ``initialize``) it always casts, except when it calls itself. ``weights`` replaces
+    float32 parameters by 16-bit casts while the method runs; None if it computes with the parameters themselves.
     """
 
     # Without a __dict__: functools.wraps would copy it, and with it the session, into a wrapper of the user's.

@@ -95,7 +95,7 @@ class ForwardCasts:
                 torch.clear_autocast_cache()
         set_state(state)
         if thread.has_ended:
-            thread.follow_ended()
+            thread.restore_after_ended_session()
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` inside this block; torch.compile(fullgraph=True) traces it."""

@@ -68,13 +68,13 @@ class ThreadAutocast:
 
     def begin(self, casts: "ThreadCasts", dtype: torch.dtype) -> None:
         if not self.sessions:
-            self.follow_ended()
+            self.restore_after_ended_session()
             self.base, self.base_blocks, self.has_ended = present_state(), self._users_blocks(), False
         self.sessions[casts] = dtype
         self._set()
 
-    def follow_ended(self) -> None:
-        """Switch off casts of an ended session that the end of a block has switched on again."""
+    def restore_after_ended_session(self) -> None:
+        """Restore the autocast flags, if a session ended inside an autocast block whose exit set them again."""
         if self.has_ended and is_on() and not open_autocast_blocks():
             self._set()
 
@@ -160,13 +160,14 @@ class ThreadCasts:
         """
         if self._has_ended:
             if self._thread is thread_state.value:
-                self._thread.follow_ended()  # the first call may have been in a block that has ended since
+                # The first call may have been in a block that has ended since.
+                self._thread.restore_after_ended_session()
             return True
         self._thread.sessions.pop(self, None)
         self._thread.has_ended = True
         is_here = self._thread is thread_state.value
         if is_here:
-            self._thread.follow_ended()
+            self._thread.restore_after_ended_session()
         self._has_ended = True
         return is_here
 
@@ -197,7 +198,7 @@ class CastsAs:
         set_flags(state)
         torch.set_autocast_cache_enabled(caching)
         if thread_state.value.has_ended:
-            thread_state.value.follow_ended()
+            thread_state.value.restore_after_ended_session()
 
 
 class CastsOff(CastsAs):
