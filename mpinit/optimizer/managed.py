@@ -213,7 +213,7 @@ class ManagedOptimizer:
             return result
         result = self.own.run(*args, **kwargs)
         if decision is not Decision.STATE_ONLY:
-            self.skips.count_done()
+            self.skips.count_stepped(self.optimizer)
         return result
 
     def skips_step(self) -> bool:

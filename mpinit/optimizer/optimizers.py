@@ -260,10 +260,10 @@ def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoS
             shared.ranks.before_step()
         begun.append(optimizer)
 
-    def after(*_: Any) -> None:
+    def after(optimizer: Any, *_: Any) -> None:
         if begun:
             begun.clear()
-            managed.skips.counter.count(skipped=False)
+            managed.skips.count_stepped(optimizer)
 
     before.owner = owner  # type: ignore[attr-defined]
 

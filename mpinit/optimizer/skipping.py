@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
 from ..masters.full import FullMasters
@@ -116,6 +117,14 @@ class Skips:
         self._since_clamp_check += 1
         if self._since_clamp_check >= _CLAMP_CHECK_INTERVAL:
             self._clamp_weights()
+
+    def count_stepped(self, optimizer: Optimizer) -> None:
+        """Count a step that was run: its kernel skips by itself if torch.amp.GradScaler has passed it an overflow."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None:
+            self.count_done()
+        else:
+            self.counter.count_on_device(found_inf)
 
     def count_in_kernel(self, found_inf: torch.Tensor) -> None:
         """Count a step that a kernel has done, or skipped by ``found_inf``."""

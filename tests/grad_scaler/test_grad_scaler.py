@@ -392,3 +392,22 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(move: Callable[..., 
         assert [mpinit.step_counts(each)[1] for each in optimizers] == [0, 0]
         mpinit.undo(model)
     torch.testing.assert_close(*runs, rtol=0.02, atol=2e-2 if setting.startswith("split") else 2e-3)
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2"])
+def test_step_that_torchs_grad_scaler_skips_in_a_kernel_is_counted(setting: str) -> None:
+    """Overflow in the second of three steps: the scheduler omits it."""
+    model = mlp()
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+    mpinit.initialize(model, optimizer, opt_level=setting, loss_scale=1.0, verbosity=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    scaler = torch.amp.GradScaler(device().type, init_scale=64.0)
+    for index, batch in enumerate(batches(3)):
+        optimizer.zero_grad()
+        scaler.scale(mse(model, batch).float() * (float("inf") if index == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert mpinit.step_was_skipped(optimizer) == (index == 1)
+        mpinit.scheduler_step(scheduler)
+    assert mpinit.step_counts(optimizer) == (2, 1)
+    torch.testing.assert_close(scheduler.get_last_lr(), [1e-4])
