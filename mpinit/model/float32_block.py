@@ -45,6 +45,10 @@ _UNTIED: Final = (
     "untie them before or after the block"
 )
 
+_RESHAPED: Final = (
+    "inside `with mpinit.float32_weights(...)` the data of {!r} got the shape {}, and the model's own tensor has the "
+    "shape {}: the change is dropped. Change shapes before or after the block"
+)
 _WRITTEN_OUTSIDE: Final = (
     "the model's own parameter {!r} was written to inside `with mpinit.float32_weights(...)`, where the model has "
     "another one, in float32, whose numbers count at the end of the block. Write to that one (read it from the model "
@@ -232,8 +236,8 @@ class Float32Block:
         """Put the 16-bit tensors back, with all changes of the float32 ones. May be called again.
 
         Raises:
-            RuntimeError: a parameter was replaced in some of its places, or one of the model's own parameters was
-                written to; everything else was applied.
+            RuntimeError: a parameter was replaced in some of its places, or got another shape, or one of the model's
+                own parameters was written to; everything else was applied.
         """
         self.replace()
         written = self._own.written() if self._has_numbers else []
@@ -248,9 +252,13 @@ class Float32Block:
             self._carried.bring_back(replaced)
         if self._full is not None:
             self._full.round_all()
+        reshaped: list[tuple[torch.Tensor, torch.Size]] = []
         if self._has_numbers:
             for index in self._written():
                 tensor, now = self._tensors_of_made[index], self._made[index].detach()
+                if tensor.shape != now.shape:
+                    reshaped.append((tensor, now.shape))
+                    continue
                 tensor.copy_(now)
                 self._values.load(tensor, now)
             self._has_numbers = False
@@ -258,6 +266,10 @@ class Float32Block:
         for rnn in self._places.rnns:
             rnn._init_flat_weights()
         refused, self._refused = self._refused, []
+        if reshaped:
+            tensor, shape = reshaped[0]
+            name = self._values.masters.names.of(tensor)
+            raise RuntimeError(_RESHAPED.format(name, tuple(shape), tuple(tensor.shape)))
         if refused:
             raise RuntimeError(_UNTIED.format(self._values.masters.names.of(refused[0][2])))
         if written:

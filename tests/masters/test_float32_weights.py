@@ -706,3 +706,17 @@ def test_data_of_a_parameter_kept_from_a_block_is_refused_once_written(name: str
         assert bool(kept.isnan().all())
         model(torch.ones(1, 2))
         assert all(torch.equal(value, before[each]) for each, value in state(model).items())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("split", "0.weight"), ("O5", "4.weight"), ("O2", "4.shift")])
+def test_data_of_another_shape_inside_is_refused_by_name(kind: str, name: str) -> None:
+    model, _, batch = trained(**KINDS[kind])
+    before = state(model)
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    with pytest.raises(RuntimeError, match=f"'{name}' got the shape"), mpinit.float32_weights(model):
+        tensors()[name].data = tensors()[name].data[:1]
+    model(batch)
+    assert all(torch.equal(value, before[each]) for each, value in state(model).items() if "1." not in each)
