@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..basics.logs import log, warn_user
 from ..basics.tables import counted
 from ..distributed.sharding import is_distributed
-from ..masters.masters import IN_FLOAT32
+from ..masters.masters import IN_FLOAT32, Masters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import have_grads
 from ..torch_internals.running import is_capturing, reads_without_sync
@@ -327,7 +327,7 @@ def _warn_of_second_scaler(loss: torch.Tensor, scaler: LossScaler) -> None:
 _MOST_NODES: Final = 20_000
 
 
-def _warn_of_foreign_parameters(loss: torch.Tensor, gradients: Sequence[Gradients]) -> None:
+def _warn_of_foreign_parameters(loss: torch.Tensor, gradients: Sequence[Gradients], masters: Masters) -> None:
     """Warn of parameters that a loss reaches, and whose gradients the end of the block does not unscale.
 
     The graph is searched only until the first step. In a process group it is not: FSDP computes with other tensors than
@@ -336,6 +336,7 @@ def _warn_of_foreign_parameters(loss: torch.Tensor, gradients: Sequence[Gradient
     if is_distributed() or torch.compiler.is_compiling() or is_capturing():
         return
     known = {id(weight) for each in gradients for weight in each.weights}
+    known.update(id(master.parameter) for master in masters)  # a penalty on them
     found = [p for p in _parameters_below(loss) if id(p) not in known]
     if found:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in found[:3])
@@ -418,7 +419,9 @@ class Losses:
         others = [] if scaler.is_identity else managed.gradients_beside(own)
         if managed.shared.ranks.is_first_step and not scaler.is_identity:
             _warn_of_second_scaler(loss, scaler)
-            _warn_of_foreign_parameters(loss, [*(each.gradients for each in own), *others])
+            _warn_of_foreign_parameters(
+                loss, [*(each.gradients for each in own), *others], managed.shared.values.masters
+            )
         return ScaledLoss(loss, scaler, own, others, delay)
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
