@@ -274,8 +274,8 @@ def test_importing_mpinit_does_not_import_it() -> None:
 FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
 SHORT_LIST = {"amp"}
 # And these, which one module takes for all of them: which session an object belongs to, what its scalers are, and how
-# DistributedDataParallel averages in float32.
-CORE = {"registry", "scaling.scaler", "distributed"}
+# DistributedDataParallel averages in float32; and the key of a checkpoint that is no scaler.
+CORE = {"registry", "scaling.scaler", "distributed", "checkpoint"}
 
 
 def taken(path: Path) -> set[str]:
