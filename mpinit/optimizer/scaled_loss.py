@@ -440,6 +440,11 @@ class Losses:
                 managed.checks.before_grad_scaler(scaler)
             for managed in unscaled:
                 managed.gradients.scale(None, scaler, done)
+            # add_optimizers may include gradients that no optimizer has yet, in a later iteration.
+            for gradients in self.managed.gradients_beside(list(self.managed)):
+                if not gradients.state.is_scaled_by(scaler):
+                    gradients.end()
+                    gradients.scale(None, scaler, done, is_own=False)
             for managed in () if torch.compiler.is_compiling() else patched:
                 managed.checks.writes.watch(scaled)
         return scaled
@@ -455,6 +460,9 @@ class Losses:
             found_inf = self.managed.shared.ranks.unreduced.unscale(scaler)
             if found_inf is not None:
                 scaler.record_found_inf(found_inf)
+        for gradients in self.managed.gradients_beside(list(self.managed)):
+            if gradients.state.is_scaled and gradients.state.scaler is scaler and not gradients.state.is_open:
+                gradients.unscale(scaler, None, is_block=False)
         return own.checks.unscale(scaler, done)
 
     def drop_unreached(self) -> None:

@@ -411,3 +411,28 @@ def test_step_that_torchs_grad_scaler_skips_in_a_kernel_is_counted(setting: str)
         mpinit.scheduler_step(scheduler)
     assert mpinit.step_counts(optimizer) == (2, 1)
     torch.testing.assert_close(scheduler.get_last_lr(), [1e-4])
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2"])
+def test_optimizer_added_in_a_loop_finds_unscaled_gradients(setting: str) -> None:
+    """Add the second optimizer after an iteration whose loss has reached its parameters."""
+    runs = []
+    for level in (setting, "O0"):
+        model = mlp()
+        first, second = plain_sgd(model[3].parameters()), plain_sgd(model[0].parameters())
+        scale = {} if level == "O0" else {"init_loss_scale": 256.0}
+        mpinit.initialize(model, first, opt_level=level, verbosity=0, await_optimizers=True, **scale)
+        scaler = mpinit.GradScaler(first)
+        for index, batch in enumerate(batches(3)):
+            first.zero_grad()
+            if index == 1:
+                mpinit.add_optimizers(second)
+            scaler.scale(mse(model, batch)).backward()
+            scaler.step(first)
+            if index:
+                scaler.step(second)
+                second.zero_grad()
+            scaler.update()
+        runs.append([value.clone() for value in model.state_dict().values()])
+        mpinit.undo(model)
+    torch.testing.assert_close(*runs, rtol=0.02, atol=2e-3)
