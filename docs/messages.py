@@ -79,6 +79,8 @@ def raised(scope: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
             yield "warning", node.args[0]
         elif isinstance(node, ast.Call) and _name(node.func) == "add_note" and node.args:
             yield "note", node.args[0]
+        elif isinstance(node, ast.Call) and _name(node.func) == "break_graph_if_written":
+            yield "RuntimeError", node.args[1]
 
 
 def _own(scope: ast.FunctionDef) -> Iterator[ast.AST]:

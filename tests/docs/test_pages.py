@@ -286,6 +286,7 @@ WITHOUT_A_TEXT = {
     "settings/resolve.py: _level_of: ValueError",
     "settings/resolve.py: _read_toml: OSError",
     "settings/resolve.py: read_settings: ValueError",
+    "torch_internals/traced_writes.py: _refuse: RuntimeError",  # the text is of break_graph_if_written's caller
 }
 
 
