@@ -206,13 +206,15 @@ def clip_grad_norm_(
     """
     session = registry.of(optimizer)
     # ``weight.grad`` is what a step uses: masters are not needed.
-    if session is None:
-        parameters = list(master_params(optimizer))
-    else:
-        parameters = session.managed.find(optimizer).gradients_to_clip()
+    managed = None if session is None else session.managed.find(optimizer)
+    parameters = list(master_params(optimizer)) if managed is None else managed.gradients_to_clip()
     if process_group is not None or any(map(is_sharded, parameters)):
-        return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
-    return norms.clip_own_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
+    else:
+        norm = norms.clip_own_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    if managed is not None:
+        managed.members.values.bind_gradients()  # masters that the user has share the clipped gradients
+    return norm
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

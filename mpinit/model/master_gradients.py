@@ -169,7 +169,7 @@ class MasterGradients:
             self._record_versions()
 
     def bind(self, anew: bool = False) -> None:
-        """Set each master's ``grad`` to its weight's, which becomes float32.
+        """Set each master's ``grad`` to its weight's, which becomes float32. In-place writes so far count for both.
 
         Args:
             anew: also bind where the ``grad`` of a master was changed since. Default False.
@@ -179,6 +179,7 @@ class MasterGradients:
         theirs = changed_grads(self._weights, self._gradients)
         if theirs is None:
             if not anew:
+                self._record_versions()
                 return
             theirs = self._gradients
         self._gradients = theirs

@@ -85,6 +85,8 @@ class ScaledLoss:
         self._delay_update = delay_update
         # None: backward passes through the scaled loss are not watched.
         self._use: _Use | None = None
+        # The session's masters, if the loss's graph is to be searched.
+        self._masters: Masters | None = None
 
     def __enter__(self) -> torch.Tensor:
         if any(each.members.table.are_in_model for each in self._optimizers):
@@ -95,6 +97,8 @@ class ScaledLoss:
                     each.drop()  # the exit of the other block may have been interrupted
                 raise RuntimeError(NESTED_BLOCK)
             gradients.check_unscaled("mpinit.scale_loss", "move it after the with-block")
+        if self._masters is not None:
+            _warn_of_foreign_parameters(self._loss, [*self._own, *self._others], self._masters)
         for optimizer in self._optimizers:
             before_backward(optimizer)
         if is_distributed():
@@ -115,6 +119,9 @@ class ScaledLoss:
             for gradients in self._others:
                 begun.append(gradients)
                 gradients.scale(self, self._scaler, done, is_own=False)
+            if self._optimizers:
+                # The multiplication by the scale is no write of the user's.
+                self._optimizers[0].members.values.bind_gradients()
             scaled = self._scaler.scale(self._loss)
             if scaled.requires_grad and not self._scaler.is_identity and not torch.compiler.is_compiling():
                 self._watch(scaled, are_new)
@@ -181,6 +188,14 @@ class ScaledLoss:
         sample = [] if are_new else [GradientSample(gradients.weights) for gradients in self._own]
         self._use = _Use(sample)
         scaled.register_hook(self._use.record)  # type: ignore[no-untyped-call]
+
+    def search_graph(self, masters: Masters | None) -> None:
+        """Warn at the block's beginning if the loss reaches parameters outside of the session.
+
+        Args:
+            masters: the session's; None: do not warn, because the loss has blocks of other sessions, too.
+        """
+        self._masters = masters
 
     def expect_no_use(self) -> None:
         """Skip the check that ``backward()`` used this loss: it is called on another block's, with the same scale."""
@@ -376,6 +391,9 @@ class Unscaled(nullcontext[Any]):
         """Refuse an attribute of the loss: the ``with`` is missing."""
         raise AttributeError(_without_with(name), name=name, obj=self)
 
+    def search_graph(self, masters: Masters | None) -> None:
+        """Do nothing: no gradient is scaled."""
+
     def expect_no_use(self) -> None:
         """Skip the check that ``backward()`` used this loss: there is none."""
 
@@ -419,10 +437,10 @@ class Losses:
         others = [] if scaler.is_identity else managed.gradients_beside(own)
         if managed.shared.ranks.is_first_step and not scaler.is_identity:
             _warn_of_second_scaler(loss, scaler)
-            _warn_of_foreign_parameters(
-                loss, [*(each.gradients for each in own), *others], managed.shared.values.masters
-            )
-        return ScaledLoss(loss, scaler, own, others, delay)
+        block = ScaledLoss(loss, scaler, own, others, delay)
+        if managed.shared.ranks.is_first_step and not scaler.is_identity:
+            block.search_graph(managed.shared.values.masters)
+        return block
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
         """Return ``output`` times a loss scale; gradients of its backward pass stay scaled until :meth:`unscale`."""

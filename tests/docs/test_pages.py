@@ -219,11 +219,11 @@ def test_the_home_has_eight_entries_and_leaves_the_list_of_messages_to_searches(
     assert TEXTS[DOCS / "reference/all-messages.md"].startswith("---\norphan: true\n---\n")
 
 
-def test_the_decision_tree_asks_eight_questions_and_the_glossary_has_20_terms() -> None:
+def test_the_decision_tree_asks_eight_questions_and_the_glossary_is_sorted() -> None:
     questions = re.findall(r"^## (\d)\. .*\?$", TEXTS[DOCS / "which-do-i-need.md"], re.M)
     assert questions == list("12345678")
     terms = re.findall(r"^\| \*\*(.+?)\*\* \|", TEXTS[DOCS / "reference/glossary.md"], re.M)
-    assert len(terms) == 20 and terms == sorted(terms, key=str.lower)
+    assert len(terms) >= 20 and terms == sorted(terms, key=str.lower)
 
 
 def anchors(page: Path) -> set[str]:

@@ -183,3 +183,29 @@ def test_writes_to_masters_count_if_another_layer_leaves_model_and_optimizer() -
     masters[0].grad = torch.ones_like(masters[0])
     optimizer.step()
     assert torch.equal(model.state_dict()["0.weight"], expected)
+
+
+@pytest.mark.parametrize("place", ["in the block", "after the block", "after a clip"])
+@pytest.mark.parametrize(("level", "scaled"), [("O2", True), ("O5", True), ("O5", False)])
+def test_gradient_may_be_replaced_after_mpinit_has_scaled_it(level: str, scaled: bool, place: str) -> None:
+    """Scaling and unscaling are no writes of the user's: the replacement counts, and is no contradiction."""
+    model, optimizer, masters = initialised(level)
+    backward(loss_of(model), optimizer, scaled)
+    once = [master.grad.clone() for master in masters if master.grad is not None]
+    if place == "in the block" and scaled:
+        with mpinit.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for weight in model.parameters():
+                weight.grad = weight.grad / 2
+        expected = once
+    else:
+        backward(loss_of(model), optimizer, scaled)
+        if place == "after a clip":
+            mpinit.clip_grad_norm_(optimizer, 1e6)
+        for weight in model.parameters():
+            weight.grad = weight.grad / 4
+        expected = [gradient / 2 for gradient in once]
+    list(mpinit.master_params(optimizer))
+    assert_gradients(model, masters, expected)
+    optimizer.step()
+    mpinit.undo(model)

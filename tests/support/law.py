@@ -262,9 +262,16 @@ class Run:
             if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
 
-    def begins(self, named: Iterable[int]) -> None:
-        """A loss of some optimizers is about to be scaled, whose fault is what they overflow from here on."""
-        self.overflowed -= self.used.intersection(named)
+    def begins(self, named: Sequence[int]) -> None:
+        """A loss of some optimizers is about to be scaled, whose fault is what they overflow from here on.
+
+        It is for those whose step was not skipped, if there are some.
+        """
+        skipped = self.used & self.overflowed
+        new = [
+            i for i in named if not (i in skipped and any(self.by_hand[n].grad is not None for n in self.members(i)))
+        ]
+        self.overflowed -= self.used.intersection(new or named)
         self.look()
         self.used.clear()
 
