@@ -197,11 +197,23 @@ class Float32Values:
                 entry.clock = (-1,)
         return self.casts.keep(tensor)
 
-    def entries_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Record that a state dict is about to be loaded: the load applies the writes to its entries."""
-        loaded = {id(value) for value in state_dict.values()} if self._entries else set()
-        for entry in self._entries:
-            if id(entry.handed_out()) in loaded:
+    def entries_loaded(self, state_dict: Mapping[str, Any], module: nn.Module, prefix: str) -> None:
+        """Record that a state dict is about to be loaded into a module, whose names begin with ``prefix`` in it.
+
+        The load applies the writes to entries under their own names. Stale entries may be loaded anywhere. A write to
+        any other entry counts beside the load.
+        """
+        written = [entry for entry in self._entries if entry.values._version != entry.version]
+        if not written:
+            return
+        start = prefix.removesuffix(".")
+        parameters = module.named_parameters(start, remove_duplicate=False)
+        tensors = chain(parameters, module.named_buffers(start, remove_duplicate=False))
+        under_own_name = {(id(state_dict.get(name)), id(tensor)) for name, tensor in tensors}
+        loaded = set(map(id, state_dict.values()))
+        for entry in written:
+            value = id(entry.handed_out())
+            if (value, id(entry.tensor)) in under_own_name or (value in loaded and self._has_moved(entry)):
                 entry.version = entry.values._version
 
     @contextmanager

@@ -189,7 +189,7 @@ class Float32State:
             self._outermost_load = lists[-1]
             self._to_load.clear()
             self._rebuilt.clear()
-            self._values.entries_loaded(state_dict)
+            self._values.entries_loaded(state_dict, module, prefix)
             self._values.apply_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)

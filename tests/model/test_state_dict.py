@@ -221,6 +221,25 @@ def double(layer: nn.Module) -> None:
     layer.weight.detach().mul_(2)
 
 
+@pytest.mark.parametrize("name", ["head.weight", "stem.other", "absent"])
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_written_entry_may_be_loaded_under_any_name(kind: str, is_stale: bool, name: str) -> None:
+    """Write to an entry and load it: the write changes the entry's own weight, unless that has moved since."""
+    case, model, optimizer = trained(kind)
+    model.stem = nn.Module()
+    model.stem.other = nn.Parameter(torch.zeros_like(model.head.weight))
+    entry = model.state_dict()["head.weight"]
+    if is_stale:
+        train(model, optimizer, case.batches(1), case.loss)
+    moved = model.state_dict()["head.weight"].clone()
+    entry.fill_(0.1)
+    model.load_state_dict({name: entry}, strict=False)
+    found = model.state_dict()
+    assert torch.equal(found["head.weight"], moved if is_stale and name != "head.weight" else entry)
+    assert name != "stem.other" or bool((found[name] == torch.tensor(0.1, dtype=found[name].dtype)).all())
+
+
 class DoubledOnLoad(nn.Linear):
     """A layer that changes its weight after the weight was loaded."""
 
