@@ -6,7 +6,6 @@ average of the weights runs a block in every iteration.
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, cast
 
@@ -24,7 +23,6 @@ from ..torch_internals.bulk import (
     are_same,
     changed_grads,
     changed_versions,
-    consume,
     differing,
     grads_of,
     have_nothing_to_carry,
@@ -378,7 +376,8 @@ class _Carried:
     """The attributes that a block copies from 16-bit parameters to the float32 ones, and back at its end.
 
     These are ``requires_grad``, ``grad``, hooks, and attributes of the user's. Both parameters share their dicts of
-    hooks: a hook that is registered inside stays after the block, and its handle removes it.
+    hooks: a hook that is registered inside stays after the block, and its handle removes it. Hooks and attributes that
+    a master has of its own are removed for the block, and restored after it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
@@ -391,6 +390,8 @@ class _Carried:
         self._required: list[bool] = []
         self._attributes: dict[int, dict[str, Any]] = {}
         self._hooks: list[list[Any]] = []
+        self._own_attributes: dict[int, dict[str, Any]] = {}
+        self._own_hooks: list[list[Any]] = []
         self._gradients: list[torch.Tensor | None] = []
         self._copies: dict[int, int] = {}
         self._reset()
@@ -399,6 +400,7 @@ class _Carried:
         """Drop what was copied."""
         self._required = [True] * len(self._wide)
         self._attributes, self._hooks = {}, [self._nothing for _ in _HOOKS]
+        self._own_attributes, self._own_hooks = {}, [self._nothing for _ in _HOOKS]
         self._gradients, self._copies = list(self._nothing), {}
 
     def carry(self) -> None:
@@ -420,6 +422,11 @@ class _Carried:
         if list(map(_REQUIRES_GRAD, self._wide)) != self._required:
             for each, required in zip(self._wide, self._required, strict=True):
                 each.requires_grad_(required)
+        for index, own in enumerate(map(_ATTRIBUTES, self._wide)):
+            if own:
+                self._own_attributes[index] = dict(own)
+                own.clear()
+        self._own_hooks = [list(map(hooks_of, self._wide)) for hooks_of in _HOOKS_OF]
         attributes = list(map(_ATTRIBUTES, self._tensors))
         self._attributes = {i: dict(own) for i, own in enumerate(attributes) if own} if any(attributes) else {}
         for index, own in self._attributes.items():
@@ -461,14 +468,15 @@ class _Carried:
             for index, own in enumerate(attributes):
                 if own or index in self._attributes:
                     self._bring_attributes_back(index, own)
+        for index, own in self._own_attributes.items():
+            vars(self._wide[index]).update(own)
         for name, hooks_of, known in zip(_HOOKS, _HOOKS_OF, self._hooks, strict=True):
             hooks = list(map(hooks_of, self._wide))
             if not are_same(hooks, known):
                 for tensor, now, was in zip(self._tensors, hooks, known, strict=True):
                     if now is not was:
                         setattr(tensor, name, now)
-            if not are_same(hooks, self._nothing):
-                consume(map(setattr, self._wide, repeat(name), self._nothing))
+        self._set_hooks(self._own_hooks)
 
     def _bring_attributes_back(self, index: int, own: Any) -> None:
         before = self._attributes.get(index, {})

@@ -340,7 +340,6 @@ class Float32Values:
         """End a block: all masters count as handed out, and entries of its state dicts are copies from now on."""
         if self._handed_out is not None:
             self._handed_out.add(self.masters)
-            self._handed_out.gradients.restore_hooks()
             self._handed_out.gradients.follow_graphs()
         self.moved(list(self.masters))
         for handed_out, saved, tensor in self._block_entries:

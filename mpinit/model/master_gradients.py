@@ -103,12 +103,6 @@ class MasterGradients:
         handle: RemovableHandle = parameter.register_hook(self._on_gradient)
         return handle
 
-    def restore_hooks(self) -> None:
-        """Hook masters again after a block, in which they had the hooks of their weights."""
-        for master in self._masters if self._hooks else ():
-            if id(master) in self._hooks and not master.parameter._backward_hooks:
-                self._hooks[id(master)] = self._hooks[id(master)][0], self._hook_of_master(master)
-
     def _unhook(self, key: int) -> None:
         hooks, hook_of_master = self._hooks.pop(key)
         for handle in (*hooks, hook_of_master):

@@ -209,3 +209,25 @@ def test_gradient_may_be_replaced_after_mpinit_has_scaled_it(level: str, scaled:
     assert_gradients(model, masters, expected)
     optimizer.step()
     mpinit.undo(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_and_attributes_of_a_master_stay_after_a_block(level: str) -> None:
+    """Register a hook on a master: inside a block the parameter has the weight's hooks, after it its own again."""
+    model, optimizer, masters = initialised(level)
+    calls: list[str] = []
+    masters[0].register_hook(lambda _: calls.append("master"))
+    masters[0].tag = "own"  # type: ignore[attr-defined]
+    model[0].weight.mark = "weight"
+    for _ in range(2):
+        with mpinit.float32_weights(model):
+            assert model[0].weight.mark == "weight" and not hasattr(model[0].weight, "tag")
+            model[0].weight.register_hook(lambda _: calls.append("weight"))
+    assert masters[0].tag == "own" and not hasattr(masters[0], "mark")  # type: ignore[attr-defined]
+    assert model[0].weight.mark == "weight" and not hasattr(model[0].weight, "tag")
+    backward(loss_of(model), optimizer, scaled=True)
+    assert calls == ["weight", "weight"]
+    optimizer.zero_grad()
+    backward(penalty_on(masters), optimizer, scaled=True)
+    assert calls == ["weight", "weight", "master"]
+    mpinit.undo(model)
