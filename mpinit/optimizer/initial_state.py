@@ -97,7 +97,7 @@ class _Group:
         for key in ("lr", "weight_decay"):
             if key in group:
                 is_tensor = isinstance(group[key], torch.Tensor)
-                group[key] = torch.tensor(0.0, device="cpu") if is_tensor else 0.0
+                group[key] = torch.tensor(0.0, dtype=torch.float32, device="cpu") if is_tensor else 0.0
 
     def restore(self) -> None:
         for key in [key for key in self._group if key != "params" and key not in self._entries]:

@@ -3,6 +3,8 @@
 Below the public face: native code is switched on and off.
 """
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.torch_internals import native as native_code
+
+PACKAGE = Path(mpinit.__file__).parent
+FACTORIES = {"full", "zeros", "ones", "tensor", "empty", "randn", "rand", "arange", "randint", "randperm", "eye"}
 
 
 def trained(level: str, make: Any, default: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
@@ -54,3 +59,18 @@ def test_numbers_do_not_depend_on_the_default_dtype(default: torch.dtype, level:
 @pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
 def test_numbers_do_not_depend_on_the_default_device(level: str) -> None:
     assert all(map(torch.equal, trained(level, SGD, device="meta"), trained(level, SGD)))
+
+
+def without_dtype_and_device(path: Path) -> list[str]:
+    """List the calls of torch's factories in a file that depend on the default dtype or device."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), keywords=keywords):
+                if name in FACTORIES and not {"dtype", "device"} <= {each.arg for each in keywords}:
+                    found.append(f"{path.name}:{node.lineno} torch.{name}")
+    return found
+
+
+def test_every_tensor_is_made_with_dtype_and_device() -> None:
+    assert [call for path in sorted(PACKAGE.rglob("*.py")) for call in without_dtype_and_device(path)] == []
