@@ -97,7 +97,8 @@ class _ActiveCasts:
         for (parameters, name), cast in zip(self.slots, casts, strict=True):
             parameters[name] = cast
         for module in self.rnns:
-            self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
+            # __dict__, because torch.compile cannot trace vars(module) in torch 2.15.
+            self._flat.setdefault(module, {name: module.__dict__[name] for name in _FLAT_WEIGHTS})
             module._init_flat_weights()
             self._remember()  # cudnn has written the casts to one buffer, which is no write of the user's
         self.are_in = True
@@ -138,7 +139,7 @@ class _ActiveCasts:
                 # The forward has made a parameter of a cast: between forwards parameters are float32.
                 TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
         for module, flat in self._flat.items():
-            vars(module).update(flat)
+            module.__dict__.update(flat)
 
 
 class _Thread(threading.local):
@@ -326,7 +327,7 @@ class ForwardWeights(OfModule):
 
 def _is_float32_copy(module: nn.Module) -> bool:
     """Return whether a module is a deep copy of a part that was put back into the model: it computes in float32."""
-    patched = getattr(vars(module).get("forward"), "__self__", None)
+    patched = getattr(module.__dict__.get("forward"), "__self__", None)
     weights = getattr(patched, "weights", None)
     return isinstance(weights, ForwardWeights) and patched.boundary.inner_dtype is not weights.dtype  # type: ignore[union-attr]
 
