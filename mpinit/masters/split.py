@@ -27,6 +27,7 @@ from ..distributed.sharding import (
     sharded_as,
 )
 from ..torch_internals.bulk import (
+    are_plain,
     are_same,
     changed_versions,
     data_ptrs,
@@ -298,7 +299,7 @@ class SplitMasters(Masters):
         """
         samples = self._sampled()
         gradients = [weight.grad for weight in samples]
-        if gradients.count(None) == len(gradients):
+        if all([gradient is None for gradient in gradients]):  # noqa: C419 (a generator costs more)
             # The first forward after a step finds none as a rule. If a later one finds none, others may have some.
             self._misses += 1
             if not (has_gradients or self._misses > 1) or not self._sample_again():
@@ -332,6 +333,8 @@ class SplitMasters(Masters):
         """Widen all bfloat16 gradients one after another, so that each is freed before the next is widened."""
         weights = self._all_weights()
         gradients = grads_of(weights)
+        if weights and are_plain(gradients, weights[0].device):
+            return  # all are float32 already, as from the third pass on
         narrow = [
             index
             for index, gradient in enumerate(gradients)
