@@ -42,10 +42,11 @@ def with_initial_state(optimizer: Optimizer, managed: ManagedOptimizer | None) -
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     gradients = [weight.grad for weight in weights]
     try:
-        for weight in weights:
-            dtype = weight.grad_dtype or weight.dtype
-            weight.grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
-        _step_without_effect(optimizer, managed, weights)
+        with torch.inference_mode(False):  # a step reads version counters, which inference tensors do not have
+            for weight in weights:
+                dtype = weight.grad_dtype or weight.dtype
+                weight.grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+            _step_without_effect(optimizer, managed, weights)
         for entries in optimizer.state.values():
             if isinstance(entries, dict) and "step" in entries:
                 step = entries["step"]

@@ -1,4 +1,7 @@
-"""mpinit.TrainState in one process: files, levels, several optimizers, and states that do not fit."""
+"""mpinit.TrainState in one process: files, levels, several optimizers, and states that do not fit.
+
+Below the public face: native code is switched on.
+"""
 
 import copy
 import functools
@@ -20,6 +23,7 @@ from torch.optim import Optimizer
 
 import mpinit
 from mpinit import TrainState
+from mpinit.torch_internals import native as native_code
 
 Pair = tuple[nn.Module, Optimizer]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -331,3 +335,20 @@ def test_the_three_parts_that_apexs_scripts_save_are_read() -> None:
     saved["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="no group of the optimizer's state"):
         TrainState(other, fresh).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_state_before_the_first_step_may_be_read_in_inference_mode(
+    masters: Any, native: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read it with native code, and compare with that of an ordinary call: its tensors are no inference tensors."""
+    monkeypatch.setattr(native_code, "_module", native)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    with torch.inference_mode():
+        found = TrainState(model, optimizer).state_dict()
+    expected = TrainState(model, optimizer).state_dict()
+    mpinit.undo(model)
+    torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)
+    assert not any(value.is_inference() for value in found["model"].values())
