@@ -35,6 +35,7 @@ from ..torch_internals.bulk import (
     have_grads,
     in_pieces,
     layouts_of,
+    some_of,
     versions_of,
 )
 from ..torch_internals.native import native
@@ -120,7 +121,7 @@ class SplitMasters(Masters):
         # the weight is restored after an evaluation, it gets its remainder back.
         self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # The number of masters, their weights, and some of these that were sampled.
-        self._samples: tuple[int, list[torch.Tensor], list[torch.Tensor]] = 0, [], []
+        self._samples: tuple[int, list[torch.Tensor], Sequence[torch.Tensor]] = 0, [], []
         # How many forwards since the last step found no gradient among the samples.
         self._misses = 0
         # The id of a sampled weight -> the gradient that the last step used, and its version.
@@ -360,15 +361,15 @@ class SplitMasters(Masters):
     def _all_weights(self) -> list[torch.Tensor]:
         if self._samples[0] != len(self._of):
             weights: list[torch.Tensor] = [master.weight for master in self]
-            self._samples = len(weights), weights, _some_of(weights)
+            self._samples = len(weights), weights, some_of(weights, _SAMPLES)
         return self._samples[1]
 
-    def _sampled(self) -> list[torch.Tensor]:
+    def _sampled(self) -> Sequence[torch.Tensor]:
         """Return a few weights, which all require gradients."""
         weights = self._all_weights()
         samples = self._samples[2]
         if not all([weight.requires_grad for weight in samples]):  # noqa: C419 (a generator costs more)
-            samples = _some_of([weight for weight in weights if weight.requires_grad])
+            samples = some_of([weight for weight in weights if weight.requires_grad], _SAMPLES)
             self._samples = len(weights), weights, samples
         return samples
 
@@ -377,7 +378,7 @@ class SplitMasters(Masters):
         weights = self._all_weights()
         found = [weight for weight, gradient in zip(weights, grads_of(weights), strict=True) if gradient is not None]
         if found:
-            self._samples = len(weights), weights, _some_of(found)
+            self._samples = len(weights), weights, some_of(found, _SAMPLES)
         return bool(found)
 
     def _is_unused(self, weight: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -565,10 +566,6 @@ class _Bucket(MasterBatch):
         for value, laid_out in zip(present, self._values, strict=True):
             if value.data_ptr() != laid_out.data_ptr():
                 laid_out.copy_(value)
-
-
-def _some_of(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    return weights[:: -(-len(weights) // _SAMPLES) or 1]
 
 
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:

@@ -15,7 +15,17 @@ from ..masters.masters import Masters
 from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
 from ..torch_internals import products
-from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, in_fewer_tensors, versions_of
+from ..torch_internals.bulk import (
+    are_alike,
+    are_plain,
+    are_same,
+    float32_on_cpu,
+    grads_of,
+    have_grads,
+    in_fewer_tensors,
+    some_of,
+    versions_of,
+)
 from ..torch_internals.native import native
 from ..torch_internals.running import is_eager, reads_without_sync, without_gradients
 from . import gradient_state as states
@@ -25,7 +35,8 @@ from .gradient_state import EMPTY, GradientState, Marks, Phase
 # references keep other tensors from getting their ids. None: no other gradients are scaled or unscaled in this pass.
 Done = dict[int, torch.Tensor] | None
 P = ParamSpec("P")
-# How many gradients are recorded: a few are enough, because a backward pass adds to all that its loss reaches.
+# How many gradients are recorded: a few are enough, because a backward pass adds to all that its loss reaches, and
+# clipping writes to all.
 _SAMPLED: Final = 16
 
 
@@ -143,7 +154,7 @@ class Gradients:
             # Not counted, as torch's operation that unscales and checks is not.
             are_finite = _grads_multiplied(self.weights, inverse, is_counted=not is_checked)
             if are_finite is not None:
-                return _on_cpu(not are_finite) if is_checked else None
+                return float32_on_cpu(float(not are_finite)) if is_checked else None
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
@@ -343,11 +354,19 @@ def _dropped_on_error(gradients: Gradients) -> Iterator[None]:
 
 
 class GradientSample:
-    """A record of a few gradients, to find whether a backward pass has added to them."""
+    """A record of a few gradients, to find writes to them without a cost for each parameter."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        some = weights[:: -(-len(weights) // _SAMPLED) or 1]
+        some = some_of(weights, _SAMPLED)
         self._recorded = [(each, None if each.grad is None else _version_of(each.grad)) for each in some]
+
+    def was_written(self) -> bool:
+        """Return whether a recorded gradient, which is its weight's still, was written to in place."""
+        for weight, known in self._recorded:
+            gradient = weight.grad
+            if gradient is not None and known is not None and known[0]() is gradient and known[1] != gradient._version:
+                return True
+        return False
 
     def was_added_to(self) -> bool:
         """Return whether a gradient was written to, replaced or made, and is not 0; reading that is a device sync."""
@@ -474,7 +493,7 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
         return None
     # Not counted, as torch's operation is not.
     if (are_finite := _multiplied(gradients, inverse_scale, is_counted=False)) is not None:
-        return _on_cpu(not are_finite)
+        return float32_on_cpu(float(not are_finite))
     if are_plain(gradients, inverse_scale.device):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
@@ -527,10 +546,6 @@ def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     norms = products.largest(dense_views(gradients))
     found = [torch.stack(each).amax().float() for each in norms]
     return _combine(found, device) if found else torch.zeros((), dtype=torch.float32, device=device)
-
-
-def _on_cpu(is_found: bool) -> torch.Tensor:
-    return torch.tensor(float(is_found), dtype=torch.float32, device="cpu")
 
 
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..distributed.stages import Stages
 from ..distributed.verdicts import Verdicts
 from ..model.boundary import ForwardGuard
 from ..scaling.scaler import LossScaler
+from ..torch_internals.bulk import float32_on_cpu
 from .gradients import Gradients
 from .members import Members
 from .wrappers import Wrappers, WrapperStatus
@@ -213,7 +214,7 @@ class OverflowAgreement:
     def _number_of(self, places: Sequence[int]) -> torch.Tensor:
         """Encode a verdict's optimizers as one number, a bit for each; empty if ranks may have different optimizers."""
         number = sum(1 << place % _BITS for place in set(places))
-        return _on_cpu([] if self.agrees_together else [number])
+        return float32_on_cpu([] if self.agrees_together else [number])
 
     def _passes_since(self) -> torch.Tensor:
         """Return how often each loss was scaled since the last verdict; empty for one loss, or if ranks may differ.
@@ -222,7 +223,7 @@ class OverflowAgreement:
         """
         before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
-        return _on_cpu(counts if len(counts) > 1 and not self.stages.are_named else [])
+        return float32_on_cpu(counts if len(counts) > 1 and not self.stages.are_named else [])
 
     def groups(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
@@ -271,10 +272,6 @@ class _BeforeForward(ForwardHook[OverflowAgreement]):
         agreement = self.owner()
         if agreement is not None:
             agreement.before_forward(module)
-
-
-def _on_cpu(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _check_same_losses_and_optimizers(differ: Sequence[bool], losses: int) -> None:

@@ -23,7 +23,7 @@ from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
 from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, agreed, check_of_grad_scaler, unread
-from .gradients import Done, Gradients, largest
+from .gradients import Done, Gradients, GradientSample, largest
 from .members import Members
 from .ranks import Ranks
 from .scope import MasterSwap
@@ -35,8 +35,6 @@ _LATE: Final = (
     "The step will use them. Write before the forward pass; where that is compiled, write inside "
     "`with mpinit.float32_weights(model)`"
 )
-# How many gradients are watched for writes: a few are enough, because clipping writes to all.
-_WATCHED: Final = 16
 _WRITTEN: Final = (
     "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
     "addition compares or adds numbers that are not scaled. {}. Averages over ranks and masks are right here"
@@ -401,30 +399,24 @@ class ScaledWrites:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._has_warned = False
-        self._recorded: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+        self._recorded: GradientSample | None = None
 
     def watch(self, scaled: torch.Tensor) -> None:
         """Record the versions at the end of the backward pass of a scaled loss.
 
         A hook on the loss queues the recording, so its cost does not grow with the number of parameters.
         """
-        self._recorded = []
+        self._recorded = None
         if not self._has_warned:
             scaled.register_hook(lambda _: call_after_backward(self._record))  # type: ignore[no-untyped-call]
 
     def _record(self) -> None:
-        weights = self._members.weights
-        some = weights[:: -(-len(weights) // _WATCHED) or 1]
-        self._recorded = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
+        self._recorded = GradientSample(self._members.weights)
 
     def were_done(self) -> bool:
         """Return whether gradients were written to since the backward pass ended, and clear the recorded versions."""
-        recorded, self._recorded = self._recorded, []
-        for weight, known, version in recorded:
-            gradient = weight.grad
-            if gradient is not None and gradient is known() and gradient._version != version:
-                return True
-        return False
+        recorded, self._recorded = self._recorded, None
+        return recorded is not None and recorded.was_written()
 
     def report(self, scale: torch.Tensor, instead: str) -> None:
         """Warn once of such a write, with the place to move it to."""

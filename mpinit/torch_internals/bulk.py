@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from .native import native
 from .parameter_data import TENSOR_DATA
 from .running import is_eager
 
+Item = TypeVar("Item")
 _GRAD_OF: Final = attrgetter("grad")
 _CHILDREN_OF: Final = attrgetter("_modules")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
@@ -194,6 +195,16 @@ def differing(
         return None
     found: list[int] | None = code.differing(list(values), list(weights), None if masters is None else list(masters))
     return found
+
+
+def some_of(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return a sample of at most ``most`` items, at a fixed distance from each other; the first is among them."""
+    return items[:: -(-len(items) // most) or 1]
+
+
+def float32_on_cpu(numbers: float | list[int]) -> torch.Tensor:
+    """Make a float32 tensor on the CPU, whatever torch's default dtype and device are."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def set_all_data(tensors: list[Any], values: list[torch.Tensor]) -> None:
