@@ -82,7 +82,7 @@ def measure(engine: str, level: str) -> dict[str, Any]:
 
     model = network(engine)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     runs = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "DDP" else model
 
     def train(steps: int) -> None:

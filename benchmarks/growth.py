@@ -142,7 +142,7 @@ class Growth(Case):
             self.parts = [Part(model) for model in self.axis.parts(self.point)]
         models, optimizers = [part.model for part in self.parts], [part.optimizer for part in self.parts]
         begin = self.clock()
-        mpinit.initialize(models, optimizers, "O2", verbosity=0)
+        mpinit.initialize(models, optimizers, "O2")
         self.initialize_s += self.clock() - begin
         self.kept.append((models, optimizers))
 

@@ -79,7 +79,7 @@ def by_parameters(kind: str, side: int) -> dict[str, Any]:
     before = bytes_of_tensors()
     model = nn.ParameterList(torch.zeros(side, side) for _ in range(TENSORS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
 
     def train() -> None:
         with mpinit.scale_loss(torch.stack([p.float().mean() for p in model]).sum(), optimizer) as scaled_loss:
@@ -151,7 +151,7 @@ def by_ranks(engine: str, is_ours: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = 2 if "2 losses" in engine else 1
     if is_ours:
-        mpinit.initialize(model, optimizer, "O2", num_losses=losses, verbosity=0)
+        mpinit.initialize(model, optimizer, "O2", num_losses=losses)
     runs = model if engine == "FSDP2" else nn.parallel.DistributedDataParallel(model)
     counted = Collectives()
     for step in range(3):

@@ -51,7 +51,7 @@ class Initialize(Case):
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         import mpinit
 
-        mpinit.initialize(model, optimizer, verbosity=0, **self.keywords)
+        mpinit.initialize(model, optimizer, **self.keywords)
 
     def seconds(self, loops: int) -> float:
         import mpinit

@@ -113,7 +113,7 @@ def final_loss(task: str, optimizer_name: str, state: str, seed: int, steps: int
     (x, y), test_data = load()
     model = make()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=state, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=state)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 20) * max(0.02, 1 - s / steps))
     for _ in range(steps):
         rows = torch.randint(len(x), (size,))

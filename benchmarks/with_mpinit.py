@@ -33,7 +33,7 @@ class Mpinit(Contender):
 
             use_native(None)
         self.scaling: AbstractContextManager[Tensor]
-        self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
+        self.mpinit.initialize(self.model, self.optimizer, opt_level, **properties)
 
     def backward(self, loss: Tensor) -> None:
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)

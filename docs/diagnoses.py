@@ -39,7 +39,7 @@ def train(example: Example, level: str, keywords: dict[str, Any]) -> Trained:
     losses: list[float] = []
     skipped = late = 0
     try:
-        mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+        mpinit.initialize(model, optimizer, level, **keywords)
         for number, batch in enumerate(example.batches(STEPS, 1)):
             loss = _one(example, model, optimizer, batch)
             losses.append(loss)
@@ -84,7 +84,7 @@ def _named(example: Example, name: str | None) -> bool:
 def watched(example: Example) -> tuple[str, str]:
     """Ask watch_overflow about a step at O2: the first that is not skipped, or the last of 20."""
     model, optimizer = example.make()
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     (batch,) = example.batches(1, 0)
     for _ in range(20):
         with mpinit.watch_overflow(model) as watch:
@@ -106,7 +106,7 @@ def reported(example: Example) -> tuple[str, str]:
     """
     model, optimizer = example.make()
     order = _order(example, model)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     skips = 0
     for batch in example.batches(30, 0):
         _one(example, model, optimizer, batch)

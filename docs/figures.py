@@ -75,7 +75,7 @@ def levels() -> str:
 def _measured(asked: dict[str, Any]) -> dict[str, str]:
     model = _Attention()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    mpinit.initialize(model, optimizer, verbosity=0, **asked)
+    mpinit.initialize(model, optimizer, **asked)
     outputs = _step_but_for_clearing(model, optimizer)
     weight = model.linear.weight
     (stepped,) = (p for p in mpinit.master_params(optimizer) if p.dim() == 2)
@@ -117,7 +117,7 @@ def gradients(steps: int = 300) -> Tensor:
     torch.manual_seed(0)
     digits, model = load_digits(), digits_net(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    mpinit.initialize(model, optimizer, "O0", loss_scale=SCALE, verbosity=0)
+    mpinit.initialize(model, optimizer, "O0", loss_scale=SCALE)
     chance, done = torch.Generator().manual_seed(0), 0
     while True:
         for images, labels in digits.batches(64, chance):

@@ -158,7 +158,7 @@ def fidelity() -> dict[str, Any]:
     for name, asked in _WAYS.items():
         model = checkpoint()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        mpinit.initialize(model, optimizer, verbosity=0, **asked)
+        mpinit.initialize(model, optimizer, **asked)
         for batch in batches(100, seed=2):
             optimizer.zero_grad()
             with mpinit.scale_loss(loss_of(model, batch), optimizer) as scaled_loss:
@@ -208,7 +208,7 @@ def skipping() -> dict[str, Any]:
         for skips in times:
             model = copy.deepcopy(net)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            mpinit.initialize(model, optimizer, "O5", skip_nonfinite=skips, verbosity=0)
+            mpinit.initialize(model, optimizer, "O5", skip_nonfinite=skips)
             pairs[skips] = model, optimizer
         x = torch.randn(16, width)
         for number in range(60):
@@ -280,7 +280,7 @@ def _plain(model: nn.Module, rate: float, steps: int, dtype: torch.dtype) -> lis
 
 def _ours(model: nn.Module, rate: float, steps: int) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     for batch in batches(steps, seed=4):
         optimizer.zero_grad()
         loss_of(model, batch).backward()

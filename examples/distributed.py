@@ -155,7 +155,7 @@ def build(name: str, steps: int, device: torch.device) -> Run:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **asked)
+    mpinit.initialize(model, optimizer, level, **asked)
     if task == "digits":
         # ... and DistributedDataParallel takes the parameters' types down, so it comes last.
         model = nn.parallel.DistributedDataParallel(model)

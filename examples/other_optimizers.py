@@ -50,7 +50,7 @@ def train(make: Maker, way: dict[str, Any], steps: int) -> tuple[float, torch.Te
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 10))
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     digits = load_digits()
-    model, optimizer = mpinit.initialize(model, make(model), **way, verbosity=0)
+    model, optimizer = mpinit.initialize(model, make(model), **way)
     order = torch.Generator().manual_seed(1)
     for _ in range(steps):
         batch = torch.randint(len(digits.train_images), (128,), generator=order)

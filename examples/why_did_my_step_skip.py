@@ -189,17 +189,17 @@ def main() -> None:
     data = batches(options.steps)
     reference, broken, mended = Run("float32"), Run("O2, float16"), Run("O2, float16, as suggested")
 
-    model, optimizer = mpinit.initialize(*build(), "O0", verbosity=0)
+    model, optimizer = mpinit.initialize(*build(), "O0")
     train(reference, model, optimizer, data)
 
-    model, optimizer = mpinit.initialize(*build(), "O2", verbosity=0)
+    model, optimizer = mpinit.initialize(*build(), "O2")
     train(broken, model, optimizer, data)
     if broken.stopped_at is None:
         raise SystemExit("no overflow in so few steps: give --steps more")
     found = examine(model, optimizer, data[broken.stopped_at])
 
     mpinit.undo(model)
-    mpinit.initialize(model, optimizer, found.level, **found.keywords, verbosity=0)
+    mpinit.initialize(model, optimizer, found.level, **found.keywords)
     print()
     train(mended, model, optimizer, data, first=broken.stopped_at + 1)
 

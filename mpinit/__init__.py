@@ -4,7 +4,7 @@ Example:
     >>> import torch, mpinit
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
     >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
     ...     scaled_loss.backward()
     >>> optimizer.step()

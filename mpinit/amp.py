@@ -93,7 +93,7 @@ def scale_loss(
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> next(mpinit.master_params(optimizer)).grad.dtype
@@ -152,7 +152,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> [(tuple(p.shape), p.dtype) for p in mpinit.master_params(optimizer)]
         [((2, 4), torch.float32), ((2,), torch.float32)]
         >>> mpinit.undo(model)
@@ -195,7 +195,7 @@ def clip_grad_norm_(
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 1, bias=False)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5")
         >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> mpinit.clip_grad_norm_(optimizer, max_norm=1.0)
@@ -235,7 +235,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> mpinit.state_dict(optimizer)
         {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
         >>> mpinit.undo(model)
@@ -263,7 +263,7 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}, optimizer)
         >>> mpinit.loss_scale(optimizer)
         1024.0
@@ -292,7 +292,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> mpinit.loss_scale(optimizer)
         65536.0
         >>> mpinit.undo(model)
@@ -317,7 +317,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum() * float("inf"), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> optimizer.step()
@@ -345,7 +345,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5")
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
         >>> mpinit.step_counts(optimizer)
@@ -370,7 +370,7 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
         >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum() * float("inf"), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
@@ -400,7 +400,7 @@ def describe(owner: Any) -> str:
 
     Example:
         >>> import torch, mpinit
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O3", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O3")
         >>> print(mpinit.describe(model).splitlines()[1])
           cast_model_type = torch.float16
         >>> mpinit.undo(model)

@@ -50,7 +50,7 @@ class GradScaler:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> scaler = mpinit.GradScaler(optimizer)
         >>> scaler.scale(model(torch.ones(1, 4)).mean()).backward()
         >>> scaler.unscale_(optimizer)

@@ -40,7 +40,7 @@ def float32_weights(owners: Any) -> Iterator[None]:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5")
         >>> with mpinit.float32_weights(model), torch.no_grad():
         ...     _ = model.weight.fill_(1.0001)
         >>> model.weight.dtype, model.state_dict()["bias"].dtype, model.state_dict()["weight"][0, 0].item()

@@ -197,7 +197,7 @@ def initialize(
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> model.weight.dtype, model(torch.ones(1, 4)).dtype
         (torch.float16, torch.float32)
         >>> mpinit.undo(model)
@@ -286,7 +286,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     Example:
         >>> import torch, mpinit
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O5", await_optimizers=True, verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O5", await_optimizers=True)
         >>> optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> model.weight.dtype, next(mpinit.master_params(optimizer)).dtype
         (torch.bfloat16, torch.float32)
@@ -329,7 +329,7 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> before = model.weight.detach().clone()
-        >>> model = mpinit.initialize(model, opt_level="O2", verbosity=0)
+        >>> model = mpinit.initialize(model, opt_level="O2")
         >>> mpinit.undo(model)
         >>> model.weight.dtype, torch.equal(model.weight, before)
         (torch.float32, True)

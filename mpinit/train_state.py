@@ -53,7 +53,7 @@ class TrainState:
         >>> import copy, torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> state = mpinit.TrainState(model, optimizer)  # dcp.save({"train": state}, checkpoint_id="checkpoint")
         >>> saved = copy.deepcopy(state.state_dict())
         >>> saved["model"]["weight"].dtype

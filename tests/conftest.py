@@ -92,7 +92,7 @@ def initialize() -> Iterator[Initialize]:
 
     def run(model: nn.Module, optimizer: Any = None, **overrides: Any) -> Any:
         models.append(model)
-        return mpinit.initialize(model, optimizer, opt_level="O1", verbosity=0, **overrides)
+        return mpinit.initialize(model, optimizer, opt_level="O1", **overrides)
 
     yield run
     for model in reversed(models):

@@ -54,7 +54,7 @@ def tune(way: str, saved: Mapping[str, torch.Tensor], digits: Digits, schedule: 
     model = digits_net(schedule.width)
     model.load_state_dict(saved)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    mpinit.initialize(model, optimizer, verbosity=0, **WAYS[way])
+    mpinit.initialize(model, optimizer, **WAYS[way])
     epochs = min(EPOCHS, schedule.epochs)
     notes = Notes(way)
     for _ in tqdm.trange(epochs, desc=f"{way:20}", unit="epoch"):

@@ -102,7 +102,7 @@ def train(setting: Setting, digits: Digits, schedule: Schedule) -> tuple[Run, nn
     model = digits_net(schedule.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.peak_lr, weight_decay=1e-2)
     mpinit.initialize(
-        model, optimizer, setting.level, growth_interval=schedule.growth_interval, verbosity=0, **setting.keywords
+        model, optimizer, setting.level, growth_interval=schedule.growth_interval, **setting.keywords
     )
     steps = schedule.epochs * (len(digits.train_images) // schedule.batch_size)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_lr, total_steps=steps)

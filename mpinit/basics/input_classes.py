@@ -38,7 +38,7 @@ def register_input(cls: type[T], cast: Callable[[T, torch.dtype], Any] | None) -
         >>> class Energy(torch.nn.Linear):
         ...     def forward(self, molecule):
         ...         return super().forward(molecule.positions)
-        >>> model = mpinit.initialize(Energy(3, 1), opt_level="O5", verbosity=0)
+        >>> model = mpinit.initialize(Energy(3, 1), opt_level="O5")
         >>> model(Molecule(torch.ones(2, 3))).dtype
         torch.float32
         >>> mpinit.undo(model)

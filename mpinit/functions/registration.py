@@ -89,7 +89,7 @@ def half_function(function: Callable[P, T]) -> Callable[P, T]:
         >>> @mpinit.half_function
         ... def scores(query, key):
         ...     return query @ key.T
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
         >>> scores(torch.ones(2, 4), torch.ones(3, 4)).dtype
         torch.float16
         >>> mpinit.undo(model)
@@ -113,7 +113,7 @@ def float_function(function: Callable[P, T]) -> Callable[P, T]:
         >>> @mpinit.float_function
         ... def distance(a, b):
         ...     return (a - b).pow(2).mean()
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
         >>> distance(torch.ones(4).half(), torch.zeros(4).half()).dtype
         torch.float32
         >>> mpinit.undo(model)
@@ -137,7 +137,7 @@ def promote_function(function: Callable[P, T]) -> Callable[P, T]:
         >>> @mpinit.promote_function
         ... def mix(a, b, weight):
         ...     return torch.lerp(a, b, weight)
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
         >>> mix(torch.zeros(4).half(), torch.ones(4), 0.5).dtype
         torch.float32
         >>> mpinit.undo(model)

@@ -53,7 +53,7 @@ def changes(optimizer: Optimizer) -> Iterator[list[Change]]:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5")
         >>> model.load_state_dict({"weight": torch.tensor([[1.0, 1e-6]])})
         <All keys matched successfully>
         >>> model(torch.ones(1, 2)).sum().backward()

@@ -103,7 +103,7 @@ def fidelity(
     Example:
         >>> import torch, mpinit
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-        >>> model = mpinit.initialize(model, opt_level="O5", verbosity=0)
+        >>> model = mpinit.initialize(model, opt_level="O5")
         >>> print(mpinit.fidelity(model, torch.randn(2, 8)))
         what is trained is what a bfloat16 model serves, to the bit
         >>> mpinit.undo(model)

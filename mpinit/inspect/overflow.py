@@ -39,7 +39,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         >>> import torch, mpinit
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> _ = model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
         >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
@@ -77,7 +77,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
 
     Example:
         >>> import torch, mpinit
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O3", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O3")
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> with mpinit.watch_overflow(model) as watch:
         ...     _ = model(torch.full((1, 4), 6e4))

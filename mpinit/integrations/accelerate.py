@@ -39,7 +39,7 @@ def attach(accelerator: Any, optimizers: Any) -> None:
         >>> from mpinit.integrations.accelerate import attach
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> accelerator = accelerate.Accelerator(cpu=True)
         >>> attach(accelerator, optimizer)
         >>> model, optimizer = accelerator.prepare(model, optimizer)

@@ -37,7 +37,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
 
     Example:
         >>> import mpinit, torch; from lightning.fabric import Fabric
-        >>> fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("O2", verbosity=0)])
+        >>> fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("O2")])
         >>> model = fabric.setup(torch.nn.Linear(4, 2))
         >>> optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> optimizer = fabric.setup_optimizers(optimizer)

@@ -32,7 +32,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
         >>> import mpinit, transformers
         >>> from mpinit.integrations.pretrained import save_in
         >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1))
-        >>> model = mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
+        >>> model = mpinit.initialize(model, opt_level="O5", await_optimizers=True)
         >>> save_in(model)  # from here on model.save_pretrained(folder) writes float32
         >>> mpinit.undo(model)
     """

@@ -61,7 +61,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
         >>> from mpinit.integrations.transformers import enable
         >>> config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
         >>> trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config))
-        >>> enable(trainer, verbosity=0)  # and then: trainer.train()
+        >>> enable(trainer)  # and then: trainer.train()
         >>> trainer.model.dtype
         torch.bfloat16
         >>> mpinit.undo(trainer.model)

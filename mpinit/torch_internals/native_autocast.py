@@ -247,7 +247,7 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
 
     Example:
         >>> import torch, mpinit
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
         >>> with mpinit.disable_casts():
         ...     torch.linalg.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.float32

@@ -53,7 +53,7 @@ def test_a_hook_that_torch_calls_points_at_the_call_of_torchs_method() -> None:
 def test_warnings_of_initialize_point_at_the_call(face: Any) -> None:
     model = nn.Linear(2, 2).half()
     with pytest.warns(UserWarning, match="16-bit") as caught:
-        face.initialize(model, opt_level="O1", verbosity=0)
+        face.initialize(model, opt_level="O1")
     here = line() - 1
     assert (caught[0].filename, caught[0].lineno) == (__file__, here)
 

@@ -142,7 +142,7 @@ def step_traced(properties: dict[str, Any]) -> Level:
     """The fourth step of Adam: the first makes states, the second lays their codes together."""
     model = nn.ParameterList(torch.full((SIDE, SIDE), 0.5) for _ in range(COUNT))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **properties)
+    mpinit.initialize(model, optimizer, "O5", **properties)
     for weight in model:
         weight.grad = torch.full_like(weight, 1e-3, dtype=weight.grad_dtype or weight.dtype)
     optimizer.step()
@@ -168,7 +168,7 @@ def test_a_step_peaks_within_the_footprint_and_one_bucket(kind: str, monkeypatch
 def test_initialize_needs_memory_of_masters_and_one_piece() -> None:
     model = nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
-    initialize = functools.partial(mpinit.initialize, model, optimizer, "O5", verbosity=0, master_weights="split")
+    initialize = functools.partial(mpinit.initialize, model, optimizer, "O5", master_weights="split")
     (level,) = trace([initialize], torch.device("cpu"))
     assert level.peak <= 4 * 2048**2 + 2 * 4 * split._PIECE + 4096
 

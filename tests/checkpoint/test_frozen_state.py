@@ -26,7 +26,7 @@ def made(kind: str, frozen: str | None = None) -> tuple[nn.Sequential, AdamW]:
     model = mlp()
     model[0].weight.requires_grad_(frozen != "before")
     optimizer = AdamW(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     model[0].weight.requires_grad_(frozen is None)
     return model, optimizer
 

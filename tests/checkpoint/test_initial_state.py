@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def build(level: str, make: Callable[[Any], Optimizer], seed: int = 0) -> tuple[nn.Module, Optimizer]:
     model = mlp(seed)
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return model, optimizer
 
 
@@ -103,7 +103,7 @@ def test_only_optimizers_without_a_step_start_anew(level: str) -> None:
     model, other = mlp(), mlp(1)
     optimizers = [adam(other.parameters()), OPTIMIZERS["nadam"](model.parameters())]
     both = nn.ModuleList([model, other])
-    mpinit.initialize(both, optimizers, verbosity=0, **LEVELS[level])
+    mpinit.initialize(both, optimizers, **LEVELS[level])
     train(other, optimizers[0], batches(2))
     state = TrainState(both, optimizers)
     saved = copy.deepcopy(state.state_dict())

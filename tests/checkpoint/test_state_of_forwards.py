@@ -39,7 +39,7 @@ def plain(seed: int = 0) -> Pair:
 
 def initialized(kind: str, seed: int = 0) -> Pair:
     model, optimizer = plain(seed)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, **LEVELS[kind])
     return model, optimizer
 
 
@@ -76,7 +76,7 @@ def before_initialize(pair: Pair, kind: str) -> Pair:
     saved = through_file({"model": own, "mpinit": mpinit.state_dict(pair[1])})
     model, optimizer = plain(7)
     model.load_state_dict(saved["model"])
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, **LEVELS[kind])
     mpinit.load_state_dict(saved["mpinit"], optimizer)
     return model, optimizer
 
@@ -118,7 +118,7 @@ def test_names_of_modules_in_several_models_are_distinct() -> None:
         models = [plain()[0], nn.Sequential(nn.Identity(), *plain(1)[0])]
         models[0][1].eval()
         optimizer = SGD([p for model in models for p in model.parameters()], lr=0.01)
-        mpinit.initialize(models, optimizer, "O5", verbosity=0)
+        mpinit.initialize(models, optimizer, "O5")
         return models, optimizer
 
     models, optimizer = both()

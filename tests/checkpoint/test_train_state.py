@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
 def build(level: str, seed: int = 0, make: Callable[[Any], Optimizer] = adam, **more: Any) -> Pair:
     model = mlp(seed)
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | more)
+    mpinit.initialize(model, optimizer, **LEVELS[level] | more)
     return model, optimizer
 
 
@@ -167,7 +167,7 @@ def test_optimizers_of_several_sessions_have_no_state_of_one() -> None:
     model = nn.Sequential(mlp(), nn.Linear(3, 3))
     optimizers = [adam(part.parameters()) for part in model]
     for part, optimizer in zip(model, optimizers, strict=True):
-        mpinit.initialize(part, optimizer, verbosity=0, **LEVELS["O5"])
+        mpinit.initialize(part, optimizer, **LEVELS["O5"])
     with pytest.raises(ValueError, match=r"session \d+ .* and session \d+ .*: make a TrainState for the"):
         TrainState(model, optimizers).state_dict()
 
@@ -177,7 +177,7 @@ def test_several_optimizers(options: dict[str, bool]) -> None:
     def pair(seed: int) -> tuple[nn.Module, list[Optimizer], TrainState]:
         model = mlp(seed)
         optimizers = [plain_sgd(model[0].parameters()), adam(model[3].parameters())]
-        mpinit.initialize(model, optimizers, verbosity=0, **LEVELS["O2"])
+        mpinit.initialize(model, optimizers, **LEVELS["O2"])
         return model, optimizers, TrainState(model, iter(optimizers), options=StateDictOptions(**options))
 
     def run(model: nn.Module, optimizers: list[Optimizer], state: TrainState, seed: int) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_unexpected_optimizer_state_is_refused() -> None:
     state = copied(TrainState(model, optimizer))
     other = mlp()
     plain = plain_sgd(other.parameters())
-    mpinit.initialize(other, plain, verbosity=0, **LEVELS["O2"])
+    mpinit.initialize(other, plain, **LEVELS["O2"])
     with pytest.raises(ValueError, match=r"has step, exp_avg, exp_avg_sq for '0\.weight', and here group 0 keeps"):
         TrainState(other, plain).load_state_dict(state)
 
@@ -345,7 +345,7 @@ def test_state_before_the_first_step_may_be_read_in_inference_mode(
     monkeypatch.setattr(native_code, "_module", native)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters)
     with torch.inference_mode():
         found = TrainState(model, optimizer).state_dict()
     expected = TrainState(model, optimizer).state_dict()

@@ -141,7 +141,7 @@ def test_a_real_compiler_and_a_training_that_uses_what_it_made(tmp_path: Path, n
         "import torch, mpinit\n"
         "model = torch.nn.Linear(64, 64)\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "mpinit.initialize(model, optimizer, 'O5', verbosity=0)\n"
+        "mpinit.initialize(model, optimizer, 'O5')\n"
         "for _ in range(3):\n"
         "    with mpinit.scale_loss(model(torch.ones(2, 64)).square().mean(), optimizer) as loss: loss.backward()\n"
         "    optimizer.step()\n"

@@ -88,7 +88,7 @@ def test_scale_is_found_wherever_it_lies(file: str, to: str) -> None:
 def test_converted_scale_loads(file: str) -> None:
     model = nn.Linear(4, 2)
     optimizer = AdamW(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     mpinit.load_state_dict(converted(FILES[file][0], "mpinit")[0]["mpinit"], optimizer)
     assert mpinit.loss_scale(optimizer) == 1024.0
 

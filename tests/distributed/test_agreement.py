@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpinit
 from mpinit.distributed import sharding
 
-SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
+SCALED = {"init_loss_scale": 1024.0}
 
 
 @ranks(2, ("ddp",), ("fsdp",))
@@ -137,7 +137,7 @@ def test_parameters_outside_of_the_wrapper_skip_with_it(level: str) -> None:
 def test_process_groups_are_checked() -> None:
     model = nn.Linear(2, 2)
     with refused(TypeError, "ProcessGroup"):
-        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", process_group="world", verbosity=0)
+        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", process_group="world")
 
 
 @ranks(2, (1.0,), (2.0,), (float("inf"),))
@@ -170,7 +170,7 @@ def test_gradients_of_any_meshes_are_clipped_as_in_one_process(order: float) -> 
         one.grad = whole.clone()
     expected = nn.utils.clip_grad_norm_(alone, 1.0, order)
     optimizer = torch.optim.SGD(several, lr=0.1)
-    mpinit.initialize([], optimizer, "O1", verbosity=0)
+    mpinit.initialize([], optimizer, "O1")
     total = mpinit.clip_grad_norm_(optimizer, 1.0, order)
     torch.testing.assert_close(total, expected)
     assert on_all_ranks(total.item()) == [total.item()] * 2
@@ -183,7 +183,7 @@ def test_gradients_of_any_meshes_are_clipped_as_in_one_process(order: float) -> 
 def test_stages_are_clipped_as_one_model() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    mpinit.initialize([], optimizer, "O1", verbosity=0)
+    mpinit.initialize([], optimizer, "O1")
     parameter.grad = torch.tensor([(3.0, 4.0)[dist.get_rank()]])
     # What adds up over processes, or is their largest, is no norm of these orders.
     for order in (0, -1.0, -math.inf):
@@ -199,7 +199,7 @@ def test_stages_are_clipped_as_one_model() -> None:
 def test_step_without_gradients_warns_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    mpinit.initialize([model], optimizer, "O1", verbosity=0, loss_scale=8.0)
+    mpinit.initialize([model], optimizer, "O1", loss_scale=8.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 STEPS = 3
-DYNAMIC = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "verbosity": 0}
+DYNAMIC = {"loss_scale": "dynamic", "init_loss_scale": 1024.0}
 SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 # Every run has the simplest engines at all levels and what is refused; a long run every engine at one of its levels in
@@ -147,7 +147,7 @@ def test_stages_as_by_hand(kind: str, level: str) -> None:
     by_hand = stages_by_hand(kind, level, 3)
     stage = own_stage()
     optimizer = engines.sgd(stage.parameters())
-    mpinit.initialize(stage, optimizer, verbosity=0, process_group=dist.group.WORLD, **LEVELS[level])
+    mpinit.initialize(stage, optimizer, process_group=dist.group.WORLD, **LEVELS[level])
     scale: list[Any] = [1.0]
     schedule = schedule_of(kind, stage, scale)
     for batch in engines.batches(3):
@@ -301,7 +301,7 @@ def test_zero_redundancy_without_masters(level: str) -> None:
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
             for refuses in ("O2", "O5", "split"):
                 with engines.refused(ValueError, "ZeroRedundancyOptimizer", "fully_shard", 'master_weights="model"'):
-                    mpinit.initialize(model, optimizer, **LEVELS[refuses], verbosity=0)
+                    mpinit.initialize(model, optimizer, **LEVELS[refuses])
         mpinit.initialize(model, optimizer, **keywords(level))
         wrapped = engines.ddp()(model, None)
         for index, batch in enumerate(parts(4)):

@@ -54,7 +54,7 @@ def of(state: mpinit.TrainState) -> dict[str, torch.Tensor]:
 def build(engine: str, level: str) -> Pair:
     model = sharded() if engine == "fsdp" else CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return DistributedDataParallel(model) if engine == "ddp" else model, optimizer
 
 
@@ -111,7 +111,7 @@ class Run:
             parallelize_module(model, self.mesh, plan)
         optimizer = self.make(model.parameters(), lr=0.01)
         group = {"process_group": self.group} if self.level in ("O1", "O2", "model") else {}
-        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[self.level], **group)
+        mpinit.initialize(model, optimizer, **LEVELS[self.level], **group)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.25)

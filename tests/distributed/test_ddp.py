@@ -91,7 +91,7 @@ def test_gradients_that_were_clipped_are_added_to(level: str, how: str, views: b
         model = CASE.build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         wraps = opt_level != "O0"
-        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[opt_level], **({} if wraps else by_itself()))
+        mpinit.initialize(model, optimizer, **LEVELS[opt_level], **({} if wraps else by_itself()))
         runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
         for x, y in (mine(batch) if wraps else batch for batch in CASE.batches(3)):
             optimizer.zero_grad(set_to_none=False)
@@ -113,7 +113,7 @@ def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.O
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.01)
     optimizer = sgd_of(model)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return model, optimizer
 
 
@@ -138,20 +138,20 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
     inside = CASE.build()
     wrapped = DistributedDataParallel(inside)
-    mpinit.initialize(inside, optimizer_of(inside), "O2", verbosity=0)
+    mpinit.initialize(inside, optimizer_of(inside), "O2")
     with refused(RuntimeError, "made before mpinit.initialize", "wrap the model in DistributedDataParallel afterwards"):
         wrapped(CASE.batches(1)[0][0])
     mpinit.undo(inside)
     with refused(ValueError, "DistributedDataParallel"):
-        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O5", verbosity=0)
+        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O5")
     with refused(ValueError, "torch.compile", "DistributedDataParallel"):
-        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O1", verbosity=0)
+        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O1")
     around = nn.Sequential(wrapped)
     with refused(ValueError, "'0' is wrapped"):
-        mpinit.initialize(around, optimizer_of(around), "O5", verbosity=0)
+        mpinit.initialize(around, optimizer_of(around), "O5")
     assert {parameter.dtype for parameter in inside.parameters()} == {torch.float32}
     del wrapped, around
-    mpinit.initialize(inside, optimizer_of(inside), "O5", verbosity=0)
+    mpinit.initialize(inside, optimizer_of(inside), "O5")
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def test_fsdp1_is_sent_to_fsdp2() -> None:
     model = FullyShardedDataParallel(CASE.build(), device_id=torch.device("cpu"))
     for given in (model, nn.Sequential(model)):
         with refused(ValueError, "FSDP1", "fully_shard(model)"):
-            mpinit.initialize(given, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+            mpinit.initialize(given, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
 
 
 @ranks(2, (False,), long=[(True,)])
@@ -191,7 +191,7 @@ def test_training_on_after_undo_asks_for_another_wrapper(compiled: bool) -> None
     CASE.loss(again(batches[2][0]), batches[2][1]).backward()
     assert_one([parameter.grad for parameter in model.parameters()])
     del again
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     train(DistributedDataParallel(model), optimizer, batches[2:], CASE.loss)
     assert_one(model)
 
@@ -272,7 +272,7 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 start = time.monotonic()
 try:
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=128.0 * 2**rank)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=128.0 * 2**rank)
     torch.nn.parallel.DistributedDataParallel(model)
 except Exception as error:
     folder = pathlib.Path(sys.argv[1])
@@ -307,7 +307,7 @@ def test_keywords_that_differ_end_a_launch_on_all_ranks(tmp_path: Path) -> None:
 def test_reports_run_a_copy_of_the_model_inside_ddp() -> None:
     model = CASE.build()
     optimizer = sgd_of(model)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     wrapped, (x, _) = DistributedDataParallel(model), CASE.batches(1)[0]
     assert mpinit.fidelity(wrapped, x) and mpinit.fidelity(wrapped, x).first_module is None
     assert mpinit.explain(wrapped, x).rows == mpinit.explain(model, x).rows

@@ -74,7 +74,7 @@ def test_older_wrapper_of_cast_weights_is_refused(level: str, how: str) -> None:
     loss_of(run(batch(dist.get_rank()))).backward()
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     before = copy.deepcopy(model.state_dict())
     # A graph that was traced outside of the wrapper is used inside of it.
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_older_wrapper_of_float32_weights_trains(level: str, how: str) -> None:
         model = network()
         run: Any = compiled(model, how, DistributedDataParallel)[1] if is_older else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+        mpinit.initialize(model, optimizer, **LEVELS[level])
         run = run if is_older else compiled(model, how, DistributedDataParallel)[1]
         for index in range(3):
             step(run, optimizer, batch(rank, index))
@@ -114,7 +114,7 @@ def test_older_wrapper_of_16_bit_weights_that_become_float32_is_refused() -> Non
     model = network().bfloat16()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="model")
     with engines.refused(RuntimeError, "made before mpinit.initialize"):
         step(wrapped, optimizer, batch(dist.get_rank()))
 
@@ -128,7 +128,7 @@ def test_older_wrapper_of_a_part_is_found(level: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     asked = LEVELS[level] | {"loss_scale": "dynamic", "init_loss_scale": 2.0 ** (8 + dist.get_rank())}
     with engines.refused(ValueError, "init_loss_scale is 256.0 on rank 0 and 512.0 on rank 1"):
-        mpinit.initialize(model, optimizer, verbosity=0, **asked)
+        mpinit.initialize(model, optimizer, **asked)
         step(model, optimizer, batch(dist.get_rank()))
 
 
@@ -160,7 +160,7 @@ def test_float32_reduction_when_compiled(how: str) -> None:
     """Check the first backward pass already, against the bits of a mean in float32."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
     _, run = compiled(model, how, DistributedDataParallel)
     x = batch(dist.get_rank())
     expected = by_hand(x, BF16)
@@ -176,7 +176,7 @@ def test_float32_reduction_of_parts(compiles: bool) -> None:
     x = batch(dist.get_rank())
     model: Any = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
     model[0] = DistributedDataParallel(model[0])
     model[2] = DistributedDataParallel(model[2])
     loss_of((torch.compile(model, backend="eager") if compiles else model)(x)).backward()
@@ -190,7 +190,7 @@ def test_float32_reduction_in_join(divides_by_all: bool, is_older: bool) -> None
     model = network().to(BF16 if is_older else torch.float32)
     wrapped = DistributedDataParallel(model) if is_older else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
     wrapped = wrapped or DistributedDataParallel(model)
     found = []
     with wrapped.join(divide_by_initial_world_size=divides_by_all):
@@ -220,7 +220,7 @@ def test_float32_reduction_averages_again_after_join() -> None:
     rank = dist.get_rank()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
     wrapped = DistributedDataParallel(model)
     with wrapped.join(divide_by_initial_world_size=False):
         for _ in range(rank):
@@ -289,7 +289,7 @@ def test_float32_values_are_sent_where_the_wrapper_sends(level: str, how: str) -
     assert len(sent) == {"": 8, "ignored": 5, "delayed": 8, "delayed alone": 1, "init_sync": 0}.get(how, len(sent))
     trained = [*model.first.parameters(), *model.last.parameters()]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     wrapped = told(model, how)
     exact = level != "O3"
     for name, value in model.state_dict().items():
@@ -312,7 +312,7 @@ def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None
     rank = dist.get_rank()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=256.0 * (1 + rank), verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=256.0 * (1 + rank))
     wrapped: Any = None
     # A rank may make it later than the other.
     if rank == 0:
@@ -331,7 +331,7 @@ def test_end_of_join_sends_what_the_wrapper_sends() -> None:
     torch.manual_seed(0)
     model = Named()
     optimizer = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=SCALE, verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=SCALE)
     wrapped = told(model, "ignored")
     with torch.no_grad():
         model.state_dict()["first.weight"].add_(rank * 1e-5)
@@ -349,7 +349,7 @@ def test_class_is_as_before_when_sessions_have_ended() -> None:
     """Check that methods of the class are patched while a session lives, in any order of undos."""
     end_dropped_sessions()
     before = {name: getattr(DistributedDataParallel, name) for name in ("__init__", "_pre_forward", "join_hook")}
-    models = [mpinit.initialize(network(), opt_level="O5", verbosity=0) for _ in range(3)]
+    models = [mpinit.initialize(network(), opt_level="O5") for _ in range(3)]
     for index in (0, 2, 1):
         assert DistributedDataParallel.__init__ is not before["__init__"]
         mpinit.undo(models[index])
@@ -409,7 +409,7 @@ def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: s
     found = compiled(model, how, DistributedDataParallel) if age == "older" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level], **more)
+    mpinit.initialize(model, optimizer, **LEVELS[level], **more)
     wrapped, run = found or compiled(model, how, DistributedDataParallel)
 
     def train() -> None:
@@ -449,7 +449,7 @@ def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if kind != "plain":
             more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
-            mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level], **more)
+            mpinit.initialize(model, optimizer, **LEVELS[level], **more)
         wrapped = wrapped or DistributedDataParallel(model)
         for index in range(4):
             if index == 1:
@@ -471,7 +471,7 @@ def test_float32_reduction_without_buckets_is_refused() -> None:
     """Refuse torch.compile's own reducer, which calls hooks with single gradients."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         wrapped = DistributedDataParallel(model)
         with engines.refused(RuntimeError, "python_reducer", "ddp_optimizer"):

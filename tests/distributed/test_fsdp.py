@@ -92,13 +92,13 @@ def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> Non
     model = fully_shard(network(), mesh=engines.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with engines.refused(ValueError, "fully_shard", "keep_batchnorm_fp32"):
-        mpinit.initialize(model, optimizer, "O2", verbosity=0)
+        mpinit.initialize(model, optimizer, "O2")
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     model = network()
     fully_shard(model[1], mesh=engines.mesh(2))
     fully_shard(model, mesh=engines.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=8.0)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=8.0)
     x = torch.randn(4, 4)
     inside: dict[int, torch.dtype] = {}
     for index in range(2):
@@ -118,17 +118,17 @@ def test_optimizer_made_before_sharding_is_refused() -> None:
     fully_shard(model, mesh=engines.mesh(2))
     for level in ("O1", "O2"):
         with engines.refused(ValueError, "fully_shard (or parallelize_module) has put a shard"):
-            mpinit.initialize(model, optimizer, level, verbosity=0)
+            mpinit.initialize(model, optimizer, level)
     for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
         model = engines.CASE.build()
         optimizer = engines.sgd_of(model)
-        mpinit.initialize(model, optimizer, level, verbosity=0, init_loss_scale=1024.0, **more)
+        mpinit.initialize(model, optimizer, level, init_loss_scale=1024.0, **more)
         fully_shard(model.layer, mesh=engines.mesh(2))
         with engines.refused(RuntimeError, "layer.", "fully_shard"):
             train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(1)], engines.CASE.loss)
         mpinit.undo(model)
     model = engines.CASE.build()
-    mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
+    mpinit.initialize(model, opt_level="O5", await_optimizers=True)
     fully_shard(model, mesh=engines.mesh(2))
     with engines.refused(RuntimeError, "fully_shard"):
         mpinit.add_optimizers(engines.sgd_of(model))
@@ -154,7 +154,7 @@ def test_shards_are_the_masters(level: str) -> None:
     model = engines.sharded()
     optimizer = engines.sgd_of(model)
     before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == before
     seen: set[torch.dtype] = set()
     handle = model.layer.linear1.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
@@ -187,10 +187,10 @@ def test_a_policy_that_contradicts_the_level_is_refused() -> None:
     for level, other in (("O2", torch.bfloat16), ("O5", torch.float16), ("O3", torch.bfloat16)):
         model = engines.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=other))
         with engines.refused(ValueError, "MixedPrecisionPolicy", str(other)):
-            mpinit.initialize(model, engines.sgd_of(model), level, verbosity=0)
+            mpinit.initialize(model, engines.sgd_of(model), level)
     model = engines.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = engines.sgd_of(model)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(1)], engines.CASE.loss)
 
 
@@ -198,7 +198,7 @@ def test_a_policy_that_contradicts_the_level_is_refused() -> None:
 def test_undo_after_a_failed_forward(level: str) -> None:
     model = engines.sharded()
     optimizer = engines.sgd_of(model)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     before = engines.whole(model.state_dict())
 
     def fail(*_: Any) -> None:
@@ -220,7 +220,7 @@ def test_what_is_trained_is_what_is_served(level: str) -> None:
     """Compare each rank's forward, bit for bit, with a plain 16-bit model loaded from the exported checkpoint."""
     model = engines.sharded()
     optimizer = engines.sgd_of(model)
-    mpinit.initialize(model, optimizer, level, verbosity=0)
+    mpinit.initialize(model, optimizer, level)
     batches = engines.CASE.batches(4)
     train(model, optimizer, [engines.mine(batch) for batch in batches[:3]], engines.CASE.loss)
     served = engines.CASE.build()
@@ -266,7 +266,7 @@ def train_shards(model: nn.Module, optimizer: torch.optim.Optimizer, indices: ra
 def split(over: Any, make: Optimizers, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = by_fsdp(over, network(), **options)
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     return model, optimizer
 
 
@@ -350,7 +350,7 @@ def encoded(encoding: str, kind: str) -> tuple[nn.Sequential, torch.optim.Optimi
     model = fully_shard(wide_network(), mesh=engines.mesh(2))
     optimizer = adam(model.parameters())
     mpinit.initialize(
-        model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, verbosity=0, **LEVELS[kind]
+        model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind]
     )
     return model, optimizer
 
@@ -374,7 +374,7 @@ def test_shards_are_encoded_as_parameters_of_their_own_are(encoding: str, kind: 
     model, optimizer = encoded(encoding, kind)
     alone = nn.ParameterList(part.detach().chunk(2)[dist.get_rank()].clone() for part in wide_network().parameters())
     stepped = adam(alone.parameters())
-    mpinit.initialize(alone, stepped, optimizer_state=encoding, split_bucket_bytes=40_000, verbosity=0, **LEVELS[kind])
+    mpinit.initialize(alone, stepped, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind])
     for index in range(4):
         backward_of_rank(model, optimizer, index)
         for weight, own in zip(model.parameters(), alone, strict=True):
@@ -411,7 +411,7 @@ def test_states_go_through_float32(encoding: str) -> None:
     assert {value.dtype for value in saved.values()} == {torch.float32}
     alone = wide_network()
     stepped = adam(alone.parameters())
-    mpinit.initialize(alone, stepped, optimizer_state=encoding, verbosity=0, **LEVELS["split"])
+    mpinit.initialize(alone, stepped, optimizer_state=encoding, **LEVELS["split"])
     _, gathered = get_state_dict(alone, stepped)
     gathered["state"] = nested(saved)
     set_model_state_dict(alone, {name: saved[f"model.{name}"] for name in weights})
@@ -457,7 +457,7 @@ def two_passes(kept: str, first: str) -> tuple[list[Tensor], list[Tensor]]:
     x, y = engines.mine(engines.CASE.batches(1)[0])
     model: Any = engines.sharded(over)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O2", num_losses=2, verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2)
     mpinit.load_state_dict(SCALES, optimizer)
     sync = keeping(model, kept)
     sync(False)
@@ -506,7 +506,7 @@ def test_overflow_of_kept_gradients_lowers_the_scale_of_their_loss() -> None:
     """Check that all ranks skip the step, and continue."""
     model: Any = engines.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", num_losses=2, verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2)
     mpinit.load_state_dict(SCALES, optimizer)
     before = engines.whole(model.state_dict())
     for index, batch in enumerate(map(engines.mine, engines.CASE.batches(3))):
@@ -533,7 +533,7 @@ def test_kept_gradients_of_two_grad_scalers_are_refused() -> None:
     for by_scaler in (True, False):
         model: Any = engines.sharded()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, "O2", num_losses=2, verbosity=0)
+        mpinit.initialize(model, optimizer, "O2", num_losses=2)
         mpinit.load_state_dict(SCALES, optimizer)
         scaler = mpinit.GradScaler(optimizer)
         for is_last in (False, True):
@@ -563,7 +563,7 @@ def test_kept_gradients_of_the_loss_itself_are_refused_inside_a_block() -> None:
     """They would be divided by a scale that they have not."""
     model: Any = engines.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     x, y = engines.mine(engines.CASE.batches(1)[0])
     model.set_requires_gradient_sync(False)
     loss = engines.CASE.loss(model(x), y)

@@ -48,7 +48,7 @@ class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
 def by_hand(level: dict[str, Any]) -> dict[str, torch.Tensor]:
     module = Module()
     optimizer = module.configure_optimizers()
-    mpinit.initialize(module, optimizer, verbosity=0, **level)
+    mpinit.initialize(module, optimizer, **level)
     parallel = DistributedDataParallel(module)
     average: Any = None
     for x, y in batches(10, seed=dist.get_rank()):
@@ -78,7 +78,7 @@ def test_two_processes_have_the_bits_of_ddp_by_hand(level: str) -> None:
         trainer = lightning.Trainer(
             **{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "gradient_clip_val": 0.5, **quiet},
             **{"strategy": DDPStrategy(process_group_backend="gloo"), "use_distributed_sampler": False},
-            plugins=[MixedPrecision(verbosity=0, **LEVELS[level])],
+            plugins=[MixedPrecision(**LEVELS[level])],
             callbacks=[EMAWeightAveraging(decay=0.9, use_buffers=False)],
         )
         trainer.fit(module)

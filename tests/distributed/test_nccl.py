@@ -60,7 +60,7 @@ def trained(engine: str, level: str) -> tuple[dict[str, Tensor], float, Any]:
 
         model = fully_shard(model, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | {"loss_scale": "dynamic"})
+    mpinit.initialize(model, optimizer, **LEVELS[level] | {"loss_scale": "dynamic"})
     runs = wrapped(engine, model)
     data = torch.Generator().manual_seed(1)
     for step in range(5):

@@ -24,7 +24,7 @@ import mpinit
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of TorchScript
 
-SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
+SCALED = {"init_loss_scale": 1024.0}
 INF = float("inf")
 
 
@@ -46,7 +46,7 @@ MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 )
 def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case: str) -> None:
     *given, said = MIXED[case]
-    asked = {"opt_level": "O2", "verbosity": 0} | given[dist.get_rank()]
+    asked = {"opt_level": "O2"} | given[dist.get_rank()]
     model = engines.sharded() if engine == "fsdp" else engines.CASE.build()
     optimizer = engines.sgd_of(model)
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}
@@ -132,7 +132,7 @@ def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> Non
     model = frozen()
     first = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = engines.sgd_of(model.head)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
     engines.assert_one(model)
     if dist.get_rank() == 0:
@@ -152,7 +152,7 @@ def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> Non
 def test_one_checkpoint_file_serves_all_ranks(level: str) -> None:
     model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
     batches = [engines.mine(batch) for batch in engines.CASE.batches(6)]
     train(wrapped, optimizer, batches[:2], engines.CASE.loss)
@@ -160,7 +160,7 @@ def test_one_checkpoint_file_serves_all_ranks(level: str) -> None:
     train(wrapped, optimizer, batches[2:], engines.CASE.loss)
     again = engines.CASE.build()
     resumed = torch.optim.Adam(again.parameters(), lr=0.5)
-    mpinit.initialize(again, resumed, verbosity=0, **LEVELS[level])
+    mpinit.initialize(again, resumed, **LEVELS[level])
     wrapped = DistributedDataParallel(again)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     mpinit.TrainState(wrapped, resumed, options=options).load_state_dict(saved if dist.get_rank() == 0 else {})
@@ -299,7 +299,7 @@ def test_gradients_are_reduced_in_float32_by_keyword(level: str) -> None:
     """And their mean is rounded once."""
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    asked = LEVELS[level] | {"loss_scale": 1.0, "verbosity": 0}
+    asked = LEVELS[level] | {"loss_scale": 1.0}
     mpinit.initialize(model, optimizer, reduce_dtype=torch.float32, **asked)
     dtype = model.weight.dtype
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -327,19 +327,19 @@ def test_gradients_are_reduced_in_float32_by_keyword(level: str) -> None:
 def test_a_hook_beside_float32_reduction_is_refused() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype="float32", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype="float32")
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, fp16_compress_hook)
     with engines.refused(RuntimeError, "reduce_dtype=torch.float32 contradicts fp16_compress_hook"):
         wrapped(torch.ones(1, 4))
     with engines.refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
-        mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16", verbosity=0)
+        mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16")
 
 
 @ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])
 def test_fsdp1_after_initialize_is_refused(level: str, keeps: bool) -> None:
     model = engines.CASE.build()
-    mpinit.initialize(model, engines.sgd_of(model), verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, engines.sgd_of(model), **LEVELS[level])
     with engines.refused(RuntimeError, "FSDP1", "fully_shard(model)"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
 

@@ -41,7 +41,7 @@ def test_modules_are_kept_on_all_ranks_where_one_rank_writes(level: str, masters
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, level, master_weights=masters, verbosity=0)
+    mpinit.initialize(model, optimizer, level, master_weights=masters)
     runs = DistributedDataParallel(model)
     for _ in range(20):
         backward(runs(torch.randn(2, 4), dist.get_rank() == 0).square().mean(), optimizer)

@@ -22,7 +22,7 @@ import mpinit
 
 INF = float("inf")
 # Gradients of the losses below overflow above 2**10, whatever the model.
-HIGH: dict[str, Any] = {"init_loss_scale": 2.0**14, "verbosity": 0}
+HIGH: dict[str, Any] = {"init_loss_scale": 2.0**14}
 OVERFLOWS = 4
 
 
@@ -346,9 +346,9 @@ def test_ranks_that_average_by_hand_may_add_up_other_numbers_of_passes(end: str)
         model = engines.CASE.build()
         optimizer = engines.sgd_of(model)
         if not is_plain:
-            mpinit.initialize(model, optimizer, "O1", loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD)
+            mpinit.initialize(model, optimizer, "O1", loss_scale="dynamic", process_group=dist.group.WORLD)
             mpinit.undo(model)
-            mpinit.initialize(model, optimizer, "O0", loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD)
+            mpinit.initialize(model, optimizer, "O0", loss_scale="dynamic", process_group=dist.group.WORLD)
         for index, batch in enumerate(map(engines.mine, engines.CASE.batches(3))):
             optimizer.zero_grad()
             for _ in range(3 if index == 1 and dist.get_rank() == 0 and end == "kept" else 1):

@@ -29,7 +29,7 @@ class Net(nn.Module):
 def pair(level: str = "O2", **keywords: Any) -> tuple[Net, torch.optim.Optimizer]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+    mpinit.initialize(model, optimizer, level, **keywords)
     return model, optimizer
 
 
@@ -59,7 +59,7 @@ def call_with_array(inside: bool) -> None:
 
 
 def embed_floats(inside: bool) -> None:
-    model = mpinit.initialize(nn.Embedding(4, 2), opt_level="O2", verbosity=0)
+    model = mpinit.initialize(nn.Embedding(4, 2), opt_level="O2")
     ids = torch.ones(3)
     model(ids.long() if inside else ids)
 

@@ -40,7 +40,7 @@ def before() -> Iterator[dict[str, object]]:
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
 def test_casts_end_with_a_session_that_is_dropped(scope: str, before: dict[str, object]) -> None:
-    model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O1", cast_scope=scope, verbosity=0)
+    model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O1", cast_scope=scope)
     model.itself = [model]
     assert model(torch.ones(1, 4)).dtype is (HALF if scope == "thread" else FP32)
     del model
@@ -85,11 +85,11 @@ def test_casts_of_a_session_dropped_in_autocast_end_at_the_next_forward(before: 
 
 def test_casts_of_a_model_dropped_in_autocast_end_at_the_next_initialize() -> None:
     model = torch.nn.Linear(2, 2)
-    mpinit.initialize(model, opt_level="O1", verbosity=0)
+    mpinit.initialize(model, opt_level="O1")
     with torch.autocast("cpu", BF16):
         del model
         assert product_dtype() is BF16
-    mpinit.initialize(torch.nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    mpinit.initialize(torch.nn.Linear(2, 2), opt_level="O2")
     assert product_dtype() is FP32
 
 
@@ -97,7 +97,7 @@ def test_casts_of_a_model_dropped_in_autocast_end_at_the_next_initialize() -> No
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_undo_in_an_autocast_block_is_refused_and_changes_nothing(level: str, enabled: bool) -> None:
     model = torch.nn.Linear(2, 2)
-    mpinit.initialize(model, opt_level=level, verbosity=0)
+    mpinit.initialize(model, opt_level=level)
     dtype = product_dtype()
     with torch.autocast("cpu", BF16, enabled=enabled), pytest.raises(RuntimeError, match="Call it before or after"):
         mpinit.undo(model)
@@ -110,7 +110,7 @@ def test_undo_in_an_autocast_block_is_refused_and_changes_nothing(level: str, en
 def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
     model = torch.nn.Linear(2, 2)
     with torch.autocast("cpu", BF16):
-        mpinit.initialize(model, opt_level="O1", verbosity=0)
+        mpinit.initialize(model, opt_level="O1")
         assert product_dtype() is HALF
         mpinit.undo(model)
     assert product_dtype() is FP32
@@ -118,7 +118,7 @@ def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
 
 def test_undo_in_a_block_is_possible_with_casts_of_the_model_alone() -> None:
     model = torch.nn.Linear(2, 2)
-    mpinit.initialize(model, opt_level="O1", cast_scope="model", verbosity=0)
+    mpinit.initialize(model, opt_level="O1", cast_scope="model")
     with torch.autocast("cpu", BF16):
         mpinit.undo(model)
         assert product_dtype() is BF16
@@ -270,7 +270,7 @@ def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes
     expected = model(x)
     more = {} if level == "O5" else {"cast_scope": scope}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, **more)
     outputs = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -288,13 +288,13 @@ def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes
 
 def test_casts_that_are_switched_off_on_purpose_are_no_reason_to_warn() -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
     with mpinit.disable_casts():
         model(x)
     with torch.autocast("cpu", enabled=False):
         model(x)
     other = torch.nn.Linear(4, 4)
-    mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O1", verbosity=0)
+    mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O1")
     other(x)
     with torch.autocast("cpu", enabled=False):  # a part of a training is in float32
         other(x)
@@ -302,7 +302,7 @@ def test_casts_that_are_switched_off_on_purpose_are_no_reason_to_warn() -> None:
 
 def test_the_warning_as_an_error_leaves_casts_as_they_were() -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
     with torch.autocast("cpu", enabled=False):
         with pytest.raises(UserWarning, match="this forward runs inside"):
             model(x)

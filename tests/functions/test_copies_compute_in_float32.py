@@ -35,7 +35,7 @@ class Norms(nn.Module):
 def test_a_copy_computes_in_float32_after_undo(level: str, scope: str, way: str) -> None:
     model, x = Norms(), torch.randn(4, 8)
     want = model(x)
-    mpinit.initialize(model, opt_level=level, cast_scope=scope, verbosity=0)
+    mpinit.initialize(model, opt_level=level, cast_scope=scope)
     in_16_bit = model(x)
     assert not torch.equal(in_16_bit, want)
     copied = COPIES[way](model)
@@ -49,8 +49,8 @@ def test_a_copy_computes_in_float32_after_undo(level: str, scope: str, way: str)
 
 def test_a_copy_is_initialised_like_any_other_model() -> None:
     model, x = Norms(), torch.randn(4, 8)
-    mpinit.initialize(model, opt_level="O1", cast_scope="model", verbosity=0)
+    mpinit.initialize(model, opt_level="O1", cast_scope="model")
     in_16_bit = model(x)
     copied = copy.deepcopy(model)
-    mpinit.initialize(copied, opt_level="O1", cast_scope="model", verbosity=0)
+    mpinit.initialize(copied, opt_level="O1", cast_scope="model")
     assert torch.equal(copied(x), in_16_bit)

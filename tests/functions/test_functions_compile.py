@@ -81,7 +81,7 @@ def test_every_row_compiles_to_what_eager_mode_gives(cast: Cast) -> None:
 @pytest.mark.long
 def test_inductor_gives_the_dtypes_of_eager_mode() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Softmax(-1)), torch.randn(2, 4)
-    mpinit.initialize(model, opt_level="O1", patch_torch_functions_type=BF16, verbosity=0)
+    mpinit.initialize(model, opt_level="O1", patch_torch_functions_type=BF16)
     seen = model(x)
     got = torch.compile(model, fullgraph=True)(x)
     assert got.dtype is seen.dtype is FP32
@@ -110,7 +110,7 @@ def test_a_backward_compiled_with_casts_on_around_it_has_none(monkeypatch: pytes
 def test_disable_casts_around_a_compiled_model(scope: str) -> None:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     plain = model(x)
-    mpinit.initialize(model, opt_level="O1", cast_scope=scope, verbosity=0)
+    mpinit.initialize(model, opt_level="O1", cast_scope=scope)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert not torch.equal(compiled(x).float(), plain)
     with mpinit.disable_casts():

@@ -57,7 +57,7 @@ def test_a_model_of_another_session_computes_the_bits_of_before(
     level: str, compiled: bool, initialize: Initialize
 ) -> None:
     teacher = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1), nn.Linear(4, 2))
-    mpinit.initialize(teacher, opt_level=level, keep_fp32=nn.LayerNorm, verbosity=0)
+    mpinit.initialize(teacher, opt_level=level, keep_fp32=nn.LayerNorm)
     run = torch.compile(teacher, backend="aot_eager") if compiled else teacher
     x = torch.randn(8, 4)
     want = run(x)

@@ -54,9 +54,9 @@ def test_model_is_saved_whole_while_it_is_initialised_and_afterwards(
     other = nn.Linear(2, 2)
     model: nn.Module = Net()
     if not is_made_before:
-        mpinit.initialize(other, SGD(other.parameters(), lr=0.1), level, verbosity=0)
+        mpinit.initialize(other, SGD(other.parameters(), lr=0.1), level)
         model = Net()
-    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), level)
     x = torch.ones(3, 4)
     expected = model(x)
     torch.testing.assert_close(WAYS[way](model)(x).float(), expected.float(), rtol=0.01, atol=0.01)
@@ -69,14 +69,14 @@ def test_model_is_saved_whole_while_it_is_initialised_and_afterwards(
 
 def test_stored_function_casts_as_its_name_does() -> None:
     model = Net()
-    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), "O1")
     a, b = torch.randn(2, 3, 4).half()
     assert model.loss(a, b).dtype is F.cosine_similarity(a, b).dtype
 
 
 def test_attribute_that_was_replaced_meanwhile_stays() -> None:
     model = Net()
-    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    mpinit.initialize(model, SGD(model.parameters(), lr=0.1), "O1")
     model.norm = F.relu
     mpinit.undo(model)
     assert model.norm is F.relu

@@ -17,7 +17,7 @@ import mpinit
 pytestmark = pytest.mark.device
 
 BF16 = torch.bfloat16
-DYNAMIC: dict[str, Any] = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 3, "verbosity": 0}
+DYNAMIC: dict[str, Any] = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
@@ -277,7 +277,7 @@ def test_optimizers_of_no_session_or_another() -> None:
     with pytest.raises(ValueError, match="needs an initialised optimizer"):
         mpinit.GradScaler([])
     scaler.scale(torch.ones(()))
-    mpinit.initialize(model, other, "O2", verbosity=0)
+    mpinit.initialize(model, other, "O2")
     with pytest.raises(ValueError, match="make one for each session"):
         scaler.step(other)
     with pytest.raises(ValueError, match="at once"):
@@ -288,7 +288,7 @@ def test_optimizers_of_no_session_or_another() -> None:
 def test_disabled(how: str) -> None:
     model = mlp()
     optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", enabled=how == "enabled", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", enabled=how == "enabled")
     scaler = mpinit.GradScaler(optimizer, enabled=how != "enabled")
     loss = mse(model, batches(1)[0])
     assert scaler.scale(loss) is loss
@@ -321,7 +321,7 @@ def test_kept_gradient_of_a_weight_with_two_optimizers_is_scaled_once(masters: b
     """Clear nothing between three iterations: the gradient is the sum of three."""
     model = nn.Linear(2, 1, bias=False)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
-    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0, verbosity=0)
+    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0)
     scaler = mpinit.GradScaler(optimizers[0])
     for count in (1.0, 2.0, 3.0):
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -380,7 +380,7 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(move: Callable[..., 
         model = mlp()
         optimizers = [plain_sgd(model[0].parameters()), plain_sgd(model[3].parameters())]
         rule = {} if level == "O0" else {"init_loss_scale": 4.0, "growth_interval": 1}
-        mpinit.initialize(model, optimizers, verbosity=0, **levels[level] | rule)
+        mpinit.initialize(model, optimizers, **levels[level] | rule)
         scaler = mpinit.GradScaler(optimizers)
         for index, batch in enumerate(batches(6)):
             scaler.scale(mse(model, batch)).backward()
@@ -399,7 +399,7 @@ def test_step_that_torchs_grad_scaler_skips_in_a_kernel_is_counted(setting: str)
     """Overflow in the second of three steps: the scheduler omits it."""
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
-    mpinit.initialize(model, optimizer, opt_level=setting, loss_scale=1.0, verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level=setting, loss_scale=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     scaler = torch.amp.GradScaler(device().type, init_scale=64.0)
     for index, batch in enumerate(batches(3)):
@@ -421,7 +421,7 @@ def test_optimizer_added_in_a_loop_finds_unscaled_gradients(setting: str) -> Non
         model = mlp()
         first, second = plain_sgd(model[3].parameters()), plain_sgd(model[0].parameters())
         scale = {} if level == "O0" else {"init_loss_scale": 256.0}
-        mpinit.initialize(model, first, opt_level=level, verbosity=0, await_optimizers=True, **scale)
+        mpinit.initialize(model, first, opt_level=level, await_optimizers=True, **scale)
         scaler = mpinit.GradScaler(first)
         for index, batch in enumerate(batches(3)):
             first.zero_grad()

@@ -35,7 +35,7 @@ def test_bytes_of_an_initialised_pair_are_those_foreseen(name: str, level: str) 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     foreseen = mpinit.audit(model, optimizer).bytes_per_parameter[level]
     split: Any = {"master_weights": "split"} if "split" in level else {}
-    mpinit.initialize(model, optimizer, level[:2], verbosity=0, **split)
+    mpinit.initialize(model, optimizer, level[:2], **split)
     assert mpinit.audit(model).bytes_per_parameter["now"] == foreseen
     backward(loss(model(x)), optimizer)
     count = sum(p.numel() for p in model.parameters())
@@ -63,7 +63,7 @@ def test_levels_are_foreseen_from_the_dtype_that_an_initialised_model_had(
     model[1].requires_grad_(False)
     optimizer = adamw(model)
     before = mpinit.audit(model, optimizer)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **asked)
+    mpinit.initialize(model, optimizer, "O5", **asked)
     after = mpinit.audit(model)
     assert {**after.bytes_per_parameter, "now": None} == {**before.bytes_per_parameter, "now": None}
     is_wide = dtype is torch.float32
@@ -83,7 +83,7 @@ def test_advice_names_the_parameter_that_moves_least() -> None:
 def test_encoded_states_count_by_their_bytes() -> None:
     model = nn.Linear(128, 128, bias=False)
     optimizer = adamw(model)
-    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8")
     model(torch.ones(1, 128)).sum().backward()
     optimizer.step()
     assert mpinit.audit(model).bytes_per_parameter["now"]["optimizer state"] == pytest.approx(2 * (1 + 4 / 128))
@@ -95,7 +95,7 @@ def test_bytes_of_encoded_states_before_the_first_step_are_those_after_it(make: 
     model = nn.Sequential(nn.Linear(100, 70), nn.LayerNorm(70), nn.Linear(70, 100))
     optimizer = make(model.parameters(), lr=1e-3)
     split: Any = {"master_weights": "split"} if make is torch.optim.AdamW else {}
-    mpinit.initialize(model, optimizer, "O5", optimizer_state=state, verbosity=0, **split)
+    mpinit.initialize(model, optimizer, "O5", optimizer_state=state, **split)
     before = mpinit.audit(model)
     model(torch.ones(2, 100)).sum().backward()
     optimizer.step()
@@ -108,7 +108,7 @@ def test_rows_say_where_each_number_lives() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     rows = {row.name: (row.weight, row.master, row.gradient, row.rate) for row in mpinit.audit(model).rows}
     assert rows["0.weight"] == ("float16", "float32", "float32", 0.5)
     assert rows["1.weight"] == ("float32", "", "float32", 0.5)
@@ -147,7 +147,7 @@ def test_advice_names_masters_and_warns_about_the_rate() -> None:
     assert before.stuck["weight"] > 0.95
     assert "opt_level='O5'" in before.advice and "may be too high" in before.advice
     for split in ({}, {"master_weights": "split"}):
-        mpinit.initialize(model, optimizer, "O5", verbosity=0, **split)
+        mpinit.initialize(model, optimizer, "O5", **split)
         after = mpinit.audit(model)
         assert after.stuck["weight"] < 0.05 and after.advice == ""
         mpinit.undo(model)
@@ -185,7 +185,7 @@ def test_several_optimizers_are_audited_together() -> None:
         assert [row.rate for row in found.rows] == [0.1, 1e-3] and "no audited" not in found.advice
     one = mpinit.audit(model, optimizers[1]).advice
     assert "1 trainable parameter in no audited optimizer, such as '0.weight': pass a list of all" in one
-    mpinit.initialize(model, optimizers, "O5", verbosity=0)
+    mpinit.initialize(model, optimizers, "O5")
     assert mpinit.audit(model).bytes_per_parameter["now"]["optimizer state"] == (4 + 8) / 2
     with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer, or a list of them, not str"):
         mpinit.audit(model, [optimizers[0], "adamw"])
@@ -194,8 +194,8 @@ def test_several_optimizers_are_audited_together() -> None:
 def test_models_of_several_sessions_are_audited_together() -> None:
     models = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)])
     optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), adamw(models[1])]
-    mpinit.initialize(models[0], optimizers[0], "O2", verbosity=0)
-    mpinit.initialize(models[1], optimizers[1], "O5", master_weights="split", optimizer_state="int8", verbosity=0)
+    mpinit.initialize(models[0], optimizers[0], "O2")
+    mpinit.initialize(models[1], optimizers[1], "O5", master_weights="split", optimizer_state="int8")
     for found in (mpinit.audit(models), mpinit.audit(models, optimizers)):
         assert [(row.weight, row.master, row.rate) for row in found.rows] == [
             ("float16", "float32", 0.1),
@@ -285,7 +285,7 @@ def test_frozen_parameters_of_other_dtypes_count_by_their_bytes(dtype: torch.dty
     assert found.bytes_per_parameter["now"]["weights"] == (4 + dtype.itemsize) / 2
     assert {row.name: row.weight for row in found.rows}["quantized"] == str(dtype).removeprefix("torch.")
     if dtype not in (torch.float8_e4m3fn, torch.float64):
-        mpinit.initialize(model, adamw(model.head), "O5", verbosity=0)
+        mpinit.initialize(model, adamw(model.head), "O5")
         now = mpinit.audit(model).bytes_per_parameter["now"]
         assert now["weights"] == found.bytes_per_parameter["O5"]["weights"] == (2 + dtype.itemsize) / 2
 

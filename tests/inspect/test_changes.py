@@ -19,7 +19,7 @@ def made(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-4)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return model, optimizer
 
 
@@ -82,7 +82,7 @@ def test_wide_and_complex_weights_are_compared(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    mpinit.initialize(model, optimizer, "O4", verbosity=0)
+    mpinit.initialize(model, optimizer, "O4")
     with mpinit.changes(optimizer) as changed:
         model.weight.grad = torch.tensor([0.0, 1.0, 0.0], dtype=dtype)
         optimizer.step()
@@ -93,7 +93,7 @@ def test_empty_weights_do_not_change() -> None:
     model = nn.Module()
     model.weight, model.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     with mpinit.changes(optimizer) as changed:
         model.weight.data[1] = 3.0
     assert [(each.name, each.indices.tolist()) for each in changed] == [("weight", [1])]

@@ -58,7 +58,7 @@ def test_counts_agree_with_a_count_of_their_own(name: str, level: str | None) ->
     model, x, loss = prepared(CASES[name])
     before = mpinit.explain(model, x, loss=loss, opt_level=level)
     if level is not None:
-        mpinit.initialize(model, sgd(model), level, verbosity=0)
+        mpinit.initialize(model, sgd(model), level)
         # An optimizer's masters change what arrives on weights, and so the last operations of the backward pass.
         initialised = mpinit.explain(model, x, loss=loss)
         assert initialised.level == before.level == level
@@ -68,7 +68,7 @@ def test_counts_agree_with_a_count_of_their_own(name: str, level: str | None) ->
         assert counted(initialised) == counting.seen
         mpinit.undo(model)
         model, x, loss = prepared(CASES[name])
-        mpinit.initialize(model, opt_level=level, verbosity=0)
+        mpinit.initialize(model, opt_level=level)
         first_forward_checks_inputs(model, x)
     with Counting() as counting:
         loss(model(x)).backward()
@@ -145,7 +145,7 @@ def test_why_with_16_bit_weights(level: str, lower: str) -> None:
 
 def test_modules_kept_in_float32_say_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    mpinit.initialize(model, sgd(model), "O2", keep_fp32=nn.LayerNorm, verbosity=0)
+    mpinit.initialize(model, sgd(model), "O2", keep_fp32=nn.LayerNorm)
     report = mpinit.explain(model, torch.randn(2, 4), loss=torch.sum)
     why = reasons(report)
     assert why["1", "native_layer_norm"][0].why == "weight type: module kept in float32"
@@ -161,7 +161,7 @@ def test_one_of_two_models_and_one_in_a_wrapper(wrapper: Any) -> None:
     models = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)]
     models[1].add_module("head", nn.Linear(4, 4))
     optimizer = sgd(nn.ModuleList(models))
-    mpinit.initialize(models, optimizer, "O2", keep_fp32=["1", "head"], verbosity=0)
+    mpinit.initialize(models, optimizer, "O2", keep_fp32=["1", "head"])
     given = models[0] if wrapper is None else wrapper(models[0])
     why = reasons(mpinit.explain(given, torch.randn(2, 4)))
     inside = "module." if wrapper is nn.DataParallel else ""
@@ -206,7 +206,7 @@ def test_explain_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"Linear cannot be copied.*explain the part"):
         mpinit.explain(model, x, opt_level="O2")
     del model.lock
-    mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+    mpinit.initialize(model, sgd(model), "O2")
     with pytest.raises(ValueError, match=r"initialised already.*drop opt_level='O5'"):
         mpinit.explain(model, x, opt_level="O5")
     assert copy.deepcopy(model).weight.dtype is torch.float32
@@ -226,7 +226,7 @@ class Around(nn.Module):
 def test_module_around_an_initialised_model_runs_with_its_casts() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4)
     optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     outer = Around(model)
     assert reasons(mpinit.explain(outer, x))["net.0", "addmm"][0].inputs == ("float16",)
     assert mpinit.fidelity(outer, x).served == "float16"
@@ -235,7 +235,7 @@ def test_module_around_an_initialised_model_runs_with_its_casts() -> None:
 
 def test_part_of_an_initialised_model_is_refused_by_what_runs_it() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
-    mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+    mpinit.initialize(model, sgd(model), "O2")
     for part in (model[0], model[1], nn.Sequential(model[0])):
         for tool in (mpinit.explain, mpinit.fidelity):
             with pytest.raises(
@@ -245,7 +245,7 @@ def test_part_of_an_initialised_model_is_refused_by_what_runs_it() -> None:
     assert [row.master for row in mpinit.audit(model[0]).rows] == ["float32", "float32"]
     other = nn.Sequential(nn.Linear(4, 4), model[1])
     assert mpinit.explain(other, x).level == "", "a shared module without parameters makes no part"
-    mpinit.initialize(other[0], sgd(other[0]), "O5", verbosity=0)
+    mpinit.initialize(other[0], sgd(other[0]), "O5")
     with pytest.raises(ValueError, match="contains models of several sessions"):
         mpinit.explain(nn.Sequential(model, other[0]), x)
 
@@ -255,7 +255,7 @@ def test_checks_of_inputs_and_state_are_no_operations_of_the_model(level: str) -
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)), torch.randn(2, 4)
     model.register_buffer("state", torch.zeros(4))
     expected = {(row.module, row.op) for row in mpinit.explain(model, x).rows}
-    mpinit.initialize(model, sgd(model), level, verbosity=0)
+    mpinit.initialize(model, sgd(model), level)
     report = mpinit.explain(model, x * 1e30)  # an input that mpinit warns of
     more = [row for row in report.rows if (row.module, row.op) not in expected and not row.casts]
     assert {(row.op, row.why) for row in more if "reads the range of an input" in row.why} >= {

@@ -26,7 +26,7 @@ pytestmark = [
 
 def learnt(model: Any, steps: int = 3, **asked: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    mpinit.initialize(model, optimizer, verbosity=0, **asked)
+    mpinit.initialize(model, optimizer, **asked)
     for _ in range(steps):
         iterate(model(input_ids=IDS, labels=IDS).loss, optimizer)
     return optimizer
@@ -76,7 +76,7 @@ def test_split_masters_round_ties_away_from_zero_and_are_served_as_they_are() ->
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0 + 2.0**-8, 1.0]]))  # a tie between two bfloat16 numbers
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **WAYS["split"], verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **WAYS["split"])
     assert model.weight[0, 0] == 1.0 + 2.0**-7, "even would be 1"
     assert mpinit.fidelity(model, torch.ones(1, 2))
 
@@ -183,7 +183,7 @@ class Writing(nn.Module):
 def test_weights_that_evaluation_mode_merges_stay_separate(way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(MergedInEvaluation(), nn.Linear(8, 4))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **WAYS[way])
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **WAYS[way])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = mpinit.fidelity(model, torch.randn(2, 8))
     assert found or way == "model", str(found)
@@ -194,7 +194,7 @@ def test_weights_that_evaluation_mode_merges_stay_separate(way: str) -> None:
 @pytest.mark.parametrize("is_served", [False, True])
 def test_state_attributes_and_inputs_that_the_forward_writes_do_not_change(is_served: bool) -> None:
     model, served = Writing(), Writing()
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     x = torch.zeros(2, 8)
     generator = model.generator.get_state()
     served.load_state_dict(model.state_dict())
@@ -231,7 +231,7 @@ class Counting(nn.Module):
 def test_part_that_is_kept_in_float32_since_the_first_step_is_compared_in_float32() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     x = torch.randn(2, 8)
     assert "float32" not in _dtypes_in(mpinit.explain(model, x), "1")
     iterate(model(x).sum(), optimizer)

@@ -202,7 +202,7 @@ def name_it(fault: Planted) -> tuple[str | None, str | None]:
 def frozen_in(fault: Planted) -> str:
     """The parameters that stay where they are in plain bfloat16: foreseen without a step, and then measured."""
     model, optimizer = fault.model, adam(fault.model)
-    mpinit.initialize(model, optimizer, "O3", cast_model_type="bf16", verbosity=0)
+    mpinit.initialize(model, optimizer, "O3", cast_model_type="bf16")
     foreseen = mpinit.audit(model, optimizer)
     assert "master_weights=True" in foreseen.advice
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -245,7 +245,7 @@ def test_planted_overflows_are_mended_in_at_most_three_runs(fault: Planted) -> N
     assert found.level == "O2" and len(found.keep_fp32) == 1 and len(found.runs) <= 3, str(found)
     assert found.keep_fp32[0] == fault.where or fault.where.startswith(found.keep_fp32[0] + "."), str(found)
     reference = fault.step(model, None).item()
-    mpinit.initialize(model, optimizer, "O2", **found.keywords, init_loss_scale=256.0, verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", **found.keywords, init_loss_scale=256.0)
     loss = fault.step(model, None)
     iterate(loss, optimizer)
     assert not mpinit.step_was_skipped(optimizer)

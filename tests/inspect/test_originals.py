@@ -18,7 +18,7 @@ def pair(level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if level is not None:
-        mpinit.initialize(model, optimizer, level, verbosity=0)
+        mpinit.initialize(model, optimizer, level)
     optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model(X).float().square().mean().backward()
     return model, optimizer

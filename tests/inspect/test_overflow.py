@@ -99,7 +99,7 @@ def test_a_forward_operation_is_named_with_its_inputs(level: str) -> None:
     model = deep(nn.ReLU(inplace=True))
     with torch.no_grad():
         model[2].weight.fill_(60000.0)
-    mpinit.initialize(model, opt_level=level, verbosity=0)
+    mpinit.initialize(model, opt_level=level)
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6))
     assert (watch.first_module, watch.kind) == ("2", "forward")
@@ -187,7 +187,7 @@ def test_watch_does_not_blame_its_own_operations(lowest: float, level: str) -> N
     """Check that a mask of finfo(float32).min, whose sum is -inf, is not reported."""
     torch.manual_seed(0)
     model = Masked()
-    mpinit.initialize(model, opt_level=level, verbosity=0)
+    mpinit.initialize(model, opt_level=level)
     mask = torch.zeros(4, 6).masked_fill(torch.arange(6) > 3, lowest)
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(4, 6), mask).square().sum().backward()
@@ -218,7 +218,7 @@ def test_culprit_is_named_and_not_an_earlier_harmless_infinity() -> None:
     torch.manual_seed(0)
     parts = {"attention": Masked(), "norm": Parts(lambda self, x: (x * 1e3 - x.square() * 1e9) / 1e9)}
     model = Parts(lambda self, x, mask: self.norm(self.attention(x, mask)), **parts)
-    mpinit.initialize(model, opt_level="O2", keep_inputs=["mask"], verbosity=0)
+    mpinit.initialize(model, opt_level="O2", keep_inputs=["mask"])
     mask = torch.zeros(4, 6).masked_fill(torch.arange(6) > 3, -1e9)
     model.attention.register_forward_pre_hook(lambda module, given: (given[0], given[1].half()))
     with mpinit.watch_overflow(model) as watch:
@@ -231,7 +231,7 @@ def test_fault_in_a_part_that_the_loss_leaves_out_is_not_preferred() -> None:
         lambda self, x: (self.used(x), self.unused(x).float().exp()),
         **{"unused": Parts(lambda self, x: x * 0 + 200.0), "used": Parts(lambda self, x: x * 1e4 * 1e4)},
     )
-    mpinit.initialize(model, opt_level="O2", keep_fp32=["unused"], verbosity=0)
+    mpinit.initialize(model, opt_level="O2", keep_fp32=["unused"])
     with mpinit.watch_overflow(model) as watch:
         used, _ = model(torch.ones(2, 6, requires_grad=True))
         used.sum().backward()
@@ -258,7 +258,7 @@ HINTS: dict[str, tuple[Any, str]] = {
 def test_hint_fits_the_operation(name: str) -> None:
     function, words = HINTS[name]
     model = deep(Parts(lambda self, x: function(torch.full_like(x, 3.0) + x * 0)))
-    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, opt_level="O2")
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6)).sum().backward()
     assert watch.first_module == "1" and words in str(watch), str(watch)
@@ -270,7 +270,7 @@ def test_float32_behind_16_bit_is_not_said_to_be_innocent() -> None:
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6))
     assert watch.first is None
-    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, opt_level="O2")
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6))
     assert (watch.kind, watch.first_module) == ("float32", "1")

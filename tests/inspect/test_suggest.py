@@ -126,7 +126,7 @@ def test_suggested_keywords_are_valid_python() -> None:
     model = faulty(3000.0)
     found = mpinit.suggest(model, adam(model), step)
     assert found.to_keywords() == "opt_level='O2', keep_fp32=['2']"
-    mpinit.initialize(model, adam(model), found.level, **found.keywords, verbosity=0)
+    mpinit.initialize(model, adam(model), found.level, **found.keywords)
     assert "forward" in str(found) and "(does not agree)" in str(found)
 
 

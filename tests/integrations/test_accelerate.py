@@ -25,7 +25,7 @@ LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**40, "max_loss_scale": 2.0**5
 def made(level: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    mpinit.initialize(model, optimizer, verbosity=0, **level)
+    mpinit.initialize(model, optimizer, **level)
     return model, optimizer
 
 
@@ -111,7 +111,7 @@ def test_skipped_step_is_reported_and_scheduler_does_not_step(prepared_first: bo
 def test_an_optimizer_that_is_attached_later_takes_part() -> None:
     models = [mlp(0), mlp(1)]
     optimizers = [sgd(model) for model in models]
-    mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    mpinit.initialize(models, optimizers, opt_level="O2")
     accelerator = Accelerator(cpu=True)
     prepared = [accelerator.prepare(optimizer) for optimizer in optimizers]
     for optimizer in prepared:

@@ -74,7 +74,7 @@ def test_a_run_has_the_bits_of_a_loop_by_hand(level: dict[str, Any], clip: Calla
 
 
 def test_schedulers_pass_over_skipped_steps() -> None:
-    data, precision = batches(12), {**LARGE, "verbosity": 0}
+    data, precision = batches(12), {**LARGE}
     ours, other = Module(), Module()
     run = fit(ours, precision, data)
     rate, (good, skipped) = by_hand(other, precision, data, lambda optimizer: None)
@@ -92,7 +92,7 @@ class Epochs(Module):
 
 
 def test_schedulers_of_epochs_do_not_ask_for_the_last_step() -> None:
-    run = fit(Epochs(), {**LARGE, "init_loss_scale": 2.0**40, "verbosity": 0}, batches(1), max_epochs=2)
+    run = fit(Epochs(), {**LARGE, "init_loss_scale": 2.0**40}, batches(1), max_epochs=2)
     assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.025]
 
 
@@ -205,7 +205,7 @@ class Saving(Module):
 def test_a_checkpoint_made_in_the_run_is_that_made_after_it_and_of_float32(tmp_path: Path) -> None:
     module = Saving()
     module.path = tmp_path / "during.ckpt"
-    run = fit(module, {"opt_level": "O2", "verbosity": 0}, batches(3))
+    run = fit(module, {"opt_level": "O2"}, batches(3))
     run.save_checkpoint(tmp_path / "after.ckpt")
     during, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("during", "after"))
     assert same_bits(during["state_dict"], after["state_dict"])
@@ -228,7 +228,7 @@ def test_another_fit_goes_on_with_the_scale() -> None:
 
 
 def test_checkpoint_of_lightnings_scaler_loads(tmp_path: Path) -> None:
-    plugin = MixedPrecision("O2", verbosity=0)
+    plugin = MixedPrecision("O2")
     plugin.convert_module(module := Module())
     plugin.load_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict() | {"scale": 256.0})
     assert mpinit.loss_scale(module) == 256.0
@@ -239,7 +239,7 @@ def test_evaluation_computes_in_the_level_and_leaves_the_module_as_it_was() -> N
     before = {name: value.clone() for name, value in module.state_dict().items()}
     outputs = trainer({"opt_level": "O5"}).predict(module, loader([x]))
     assert same_bits(module.state_dict(), before) and not registry.live()
-    mpinit.initialize(module.eval(), opt_level="O5", verbosity=0)
+    mpinit.initialize(module.eval(), opt_level="O5")
     assert torch.equal(outputs[0], module(x)) and outputs[0].dtype is torch.float32
 
 
@@ -291,7 +291,7 @@ def test_averages_are_of_float32_masters_in_lightning(over: str, level: str) -> 
     module, by_hand = Module(), ByHand()
     swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     average = EMAWeightAveraging(decay=0.9, use_buffers=False) if over == "steps" else swa
-    precision = {"opt_level": level, "verbosity": 0}
+    precision = {"opt_level": level}
     trainer(precision, max_epochs=3, callbacks=[by_hand, average]).fit(module, loader(batches(24)))
     # After three epochs Lightning puts the average in, and goes through a fourth for the statistics of BatchNorm.
     state = module.state_dict() if over == "steps" else by_hand.steps[3 * 24]
@@ -384,7 +384,7 @@ def test_several_sessions_work_without_scaling() -> None:
     fabric, plain = fabric_of(opt_level="O5"), [mlp(batchnorm=True), mlp(batchnorm=True)]
     (first, one), (second, other), x = set_up(fabric), set_up(fabric), batches(1)[0][0]
     bare = [adamw(model) for model in plain]
-    mpinit.initialize(plain, bare, opt_level="O5", verbosity=0)
+    mpinit.initialize(plain, bare, opt_level="O5")
     for _ in range(3):
         fabric.backward((first(x) * second(x)).mean())
         (plain[0](x) * plain[1](x)).mean().backward()
@@ -398,7 +398,7 @@ def test_several_sessions_work_without_scaling() -> None:
 def test_fabric_keeps_initialised_models() -> None:
     models = [mlp(0), mlp(1)]
     optimizers = [sgd(model) for model in models]
-    mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    mpinit.initialize(models, optimizers, opt_level="O2")
     fabric = fabric_of()
     (first, one), (second, other) = (fabric.setup(*both) for both in zip(models, optimizers, strict=True))
     before = [p.clone() for model in models for p in model.parameters()]

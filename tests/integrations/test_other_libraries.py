@@ -30,7 +30,7 @@ def test_captum_in_float16_needs_an_eps_that_float16_has(level: str) -> None:
     expected = explain(copy.deepcopy(model)).attribute(images, target=1)
     half = copy.deepcopy(model).half()
     assert explain(half).attribute(images.half(), target=1).isnan().any(), "captum's own fault, in plain torch"
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
     assert explain(model).attribute(images, target=1).isnan().any() == (level in ("O1", "O2"))
     found = explain(model, eps=1e-4).attribute(images, target=1)
     assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()
@@ -59,7 +59,7 @@ def test_pyro_that_makes_an_optimizer_for_each_parameter_trains_or_is_refused_by
         with pyro.plate("data", 32):
             pyro.sample("y", normal(mean, 0.1), obs=y)
 
-    mpinit.initialize(net, opt_level=level, await_optimizers=True, verbosity=0, loss_scale=1.0)
+    mpinit.initialize(net, opt_level=level, await_optimizers=True, loss_scale=1.0)
     inference = infer.SVI(model, lambda: None, pyro.optim.Adam({"lr": 1e-2}), infer.Trace_ELBO())
     if level == "O1":
         losses = [inference.step() for _ in range(20)]

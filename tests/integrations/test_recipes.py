@@ -48,7 +48,7 @@ def test_a_classifier_has_the_bits_of_a_loop_by_hand(library: str, tmp_path: Pat
     model = run(library, tmp_path / "there")["model"]
     mine, loader = names_of(library, tmp_path)["model"], names_of("ignite", tmp_path)["loader"]
     optimizer = sgd(mine)
-    mpinit.initialize(mine, optimizer, opt_level="O2", verbosity=0)
+    mpinit.initialize(mine, optimizer, opt_level="O2")
     for _ in range(2):
         for x, y in loader:
             loss = mine(x, y, mode="loss")["loss"] if library == "mmengine" else cross_entropy(mine(x), y)
@@ -62,7 +62,7 @@ def test_ema_pytorch_averages_float32_masters(tmp_path: Path) -> None:
     names = run("ema_pytorch", tmp_path / "there")
     by_hand = names_of("ema_pytorch", tmp_path)
     model, optimizer = by_hand["model"], by_hand["optimizer"]
-    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5")
     expected: list[torch.Tensor] = []
     for number, (x, y) in enumerate(by_hand["loader"]):
         iterate(cross_entropy(model(x), y), optimizer)
@@ -125,7 +125,7 @@ def test_ppo_of_torchrl_learns_as_in_float32_where_networks_are_initialised(leve
             actor(batch)
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
         if initialised:
-            mpinit.initialize([actor, critic], optimizer, level, verbosity=0, loss_scale=1.0)
+            mpinit.initialize([actor, critic], optimizer, level, loss_scale=1.0)
         for _ in range(10):
             with torch.no_grad():
                 advantage(batch)
@@ -144,7 +144,7 @@ def test_monai_has_the_bits_of_a_loop_by_hand(tmp_path: Path) -> None:
     names = run("monai", tmp_path / "there")
     by_hand = names_of("monai", tmp_path)
     model, optimizer, loss_fn = (by_hand[name] for name in ("model", "optimizer", "loss_fn"))
-    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O2")
     for _ in range(by_hand["epochs"]):
         for batch in by_hand["loader"]:
             iterate(loss_fn(model(batch["image"]), batch["label"]), optimizer)
@@ -159,7 +159,7 @@ def test_diffusers_trains_averages_and_saves_float32(tmp_path: Path) -> None:
     names = run("diffusers", tmp_path / "there")
     by_hand = names_of("diffusers", tmp_path)
     model, optimizer = by_hand["model"], by_hand["optimizer"]
-    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5")
     average = [value.clone() for value in model.state_dict().values()]
     for number, (images, noise, times) in enumerate(by_hand["batches"]):
         predicted = model(by_hand["noise_scheduler"].add_noise(images, noise, times), times).sample
@@ -229,7 +229,7 @@ names = run(number=NUMBER)
 found = {key.removeprefix("module."): value for key, value in torch.load(folder / "model.pt").items()}
 model = names["make_model"]()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+mpinit.initialize(model, optimizer, opt_level="O2")
 for x, y in names["batches"]:
     loss = torch.nn.functional.cross_entropy(model(x), y)
     iterate(loss, optimizer)
@@ -341,7 +341,7 @@ def test_dpo_trains_adapters_with_checkpointed_activations(reentrant: bool, tmp_
         given = {"args": args, "train_dataset": data, "peft_config": names["lora"]}
         trainer = trl.DPOTrainer(names["model"], processing_class=names["tokenizer"], **given)
         if level is not None:
-            enable(trainer, level, verbosity=0)
+            enable(trainer, level)
         trainer.train()
         losses.append(trainer.state.log_history[-1]["train_loss"])
     assert next(trainer.model.parameters()).dtype is torch.bfloat16

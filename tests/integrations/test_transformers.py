@@ -60,7 +60,7 @@ def trainer_of(name: str, folder: Path, level: dict[str, Any] | None, **more: An
     data = {"train_dataset": samples(name, 64), "eval_dataset": samples(name, 8, seed=2)}
     trainer = Trainer(model, settings(folder, **more), **data, **given)
     if level is not None:
-        enable(trainer, verbosity=0, **level)
+        enable(trainer, **level)
     return trainer
 
 
@@ -84,7 +84,7 @@ def bare(name: str, folder: Path, level: dict[str, Any]) -> dict[str, Any]:
     kept = ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"] if name == "llama" else []
     if name == "t5" and level["opt_level"] in ("O2", "O3"):  # Transformers lists these modules for float16
         kept = [parameter for parameter, _ in model.named_parameters() if ".wo." in parameter]
-    mpinit.initialize(model, optimizer, verbosity=0, keep_fp32=kept, **level)
+    mpinit.initialize(model, optimizer, keep_fp32=kept, **level)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=6)
     model.train()
     loader = iter(DataLoader(samples(name, 64), 4, collate_fn=default_data_collator))
@@ -158,7 +158,7 @@ def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
     kind = importlib.import_module("sentence_transformers").SentenceTransformer
     model = kind(modules=[modules.Transformer(str(tmp_path / "bert")), modules.Pooling(16), modules.Dense(16, 4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5")
     model(model.tokenize(["a b", "c"]))["sentence_embedding"].square().mean().backward()
     optimizer.step()
     save_in(model)
@@ -193,7 +193,7 @@ def test_saved_weights_have_the_chosen_dtype_where_they_are_float32_in_memory(
     model = tiny_model("gpt2")
     masters = {"model": "model", "block": True, "split block": "split"}[way]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    mpinit.initialize(model, optimizer, "O5", master_weights=masters, keep_fp32=["*.ln_f"], verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters, keep_fp32=["*.ln_f"])
     save_in(model, dtype)
     with mpinit.float32_weights(model) if way != "model" else nullcontext():
         with torch.no_grad():
@@ -259,7 +259,7 @@ def test_outputs_keep_their_class(name: str, tmp_path: Path) -> None:
     batch = default_data_collator(samples(name, 4))
     trainer = trainer_of(name, tmp_path, None)
     plain = trainer.model(**batch)
-    enable(trainer, verbosity=0)
+    enable(trainer)
     output = trainer.model(**batch)
     assert type(output) is type(plain) and output.keys() == plain.keys()
     assert output.logits.dtype == torch.float32
@@ -450,7 +450,7 @@ def test_modules_that_diffusers_lists_stay_float32(level: str, tmp_path: Path) -
         model = VideoDenoiser()
         trainer = Trainer(model, settings(tmp_path), train_dataset=data)
         if level is not None:
-            enable(trainer, level, verbosity=0)
+            enable(trainer, level)
         trainer.train()
         with torch.no_grad():
             batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
@@ -477,7 +477,7 @@ def test_every_model_of_model_init_is_initialised(tmp_path: Path) -> None:
 
     data = {"train_dataset": samples("gpt2", 64), "eval_dataset": samples("gpt2", 8, seed=2)}
     trainer = Trainer(model_init=model_init, args=settings(tmp_path), **data)
-    enable(trainer, "O5", verbosity=0)
+    enable(trainer, "O5")
     for runs in (2, 3):
         trainer.train()
         assert len(made) == runs and trainer.model is made[-1] and trainer.model.dtype is torch.bfloat16
@@ -498,7 +498,7 @@ def test_a_search_for_hyperparameters_trains_each_model_with_masters(tmp_path: P
         train_dataset=samples("gpt2", 64),
         eval_dataset=samples("gpt2", 8, seed=2),
     )
-    enable(trainer, "O5", verbosity=0)
+    enable(trainer, "O5")
     rates, seen = [1e-2, 1e-6], list[torch.dtype]()
     best = trainer.hyperparameter_search(
         hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
@@ -595,12 +595,12 @@ def test_a_dummy_optimizer_names_the_optimizers_that_step(late: bool) -> None:
     model = torch.nn.Linear(2, 2)
     dummy = LayerWiseDummyOptimizer({p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
     if late:
-        mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
+        mpinit.initialize(model, opt_level="O5", await_optimizers=True)
     with pytest.raises((RuntimeError, ValueError), match="optimizer_dict") as caught:
-        mpinit.add_optimizers(dummy) if late else mpinit.initialize(model, dummy, "O5", verbosity=0)
+        mpinit.add_optimizers(dummy) if late else mpinit.initialize(model, dummy, "O5")
     assert "LayerWiseDummyOptimizer steps no weight" in str(caught.value)
     others = list(dummy.optimizer_dict.values())
-    mpinit.add_optimizers(others) if late else mpinit.initialize(model, others, "O5", verbosity=0)
+    mpinit.add_optimizers(others) if late else mpinit.initialize(model, others, "O5")
     with pytest.raises(RuntimeError, match="steps no weight"), mpinit.scale_loss(torch.ones(()), dummy):
         pass
 
@@ -630,7 +630,7 @@ def test_embeddings_resized_between_enable_and_train(name: str, level: str, tmp_
 def test_a_head_that_resizing_replaces_is_warned_of_where_the_optimizer_exists(level: str) -> None:
     model = tiny_model("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0)
+    mpinit.initialize(model, optimizer, level)
     model.resize_token_embeddings(36)
     with pytest.warns(UserWarning, match="1 parameter was put into the model .*'lm_head.weight'"):
         model(input_ids=torch.arange(8)[None])

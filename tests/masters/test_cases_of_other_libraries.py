@@ -28,7 +28,7 @@ def split_of(values: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros_like(values))
     optimizer = AdamW(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     with mpinit.float32_weights(model), torch.no_grad():
         model.weight.copy_(values)
     return model, model.state_dict()["weight"]
@@ -82,7 +82,7 @@ def test_masters_are_those_of_float32s_adam_and_weights_their_roundings(kind: An
     reference = copy.deepcopy(model).float()
     options: dict[str, Any] = {"lr": 5e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     optimizer, by_hand = Adam(model.parameters(), **options), Adam(reference.parameters(), **options)
-    mpinit.initialize(model, optimizer, "O5", master_weights=kind, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights=kind)
     for _ in range(50):
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             gradient = torch.randn(ours.shape).bfloat16()
@@ -120,7 +120,7 @@ def test_training_with_low_bit_states_resumes(state: Any) -> None:
     def started() -> tuple[nn.Module, AdamW]:
         model = nn.Linear(128, 64)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        mpinit.initialize(model, optimizer, "O5", optimizer_state=state, verbosity=0)
+        mpinit.initialize(model, optimizer, "O5", optimizer_state=state)
         return model, optimizer
 
     def train(model: nn.Module, optimizer: AdamW, steps: int) -> list[float]:

@@ -43,7 +43,7 @@ def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Te
     model[4].requires_grad_(False)
     model[4].register_buffer("shift", torch.tensor([0.3, 1.0 / 3.0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    mpinit.initialize(model, optimizer, verbosity=0, **keywords | {"loss_scale": 1.0})
+    mpinit.initialize(model, optimizer, **keywords | {"loss_scale": 1.0})
     batch = torch.randn(16, 6)
     for _ in range(3):
         step(model, optimizer, batch)
@@ -136,7 +136,7 @@ def test_a_recurrent_net_and_tied_weights() -> None:
     model = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5")
     with mpinit.float32_weights(model), torch.no_grad():
         assert model["a"].weight is model["b"].weight and model["a"].weight.dtype == torch.float32
         expected = model["rnn"].forward(torch.ones(2, 1, 4))[0].dtype
@@ -168,7 +168,7 @@ class Shapes(nn.Module):
 def shapes(kind: str) -> Shapes:
     model = placed(Shapes())
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
     with mpinit.scale_loss(model(), optimizer) as loss:
         loss.backward()
     optimizer.step()
@@ -206,7 +206,7 @@ def test_a_block_costs_a_device_the_same_however_many_weights(kind: str) -> None
     found = []
     for count in (4, 40):
         model = placed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))))
-        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **KINDS[kind])
+        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **KINDS[kind])
         for _ in range(2):
             with simulated_device.counted() as counts, mpinit.float32_weights(model):
                 pass
@@ -257,7 +257,7 @@ def test_average_over_a_kept_list_has_a_weight_that_is_trained_later(kind: str, 
     model[0].requires_grad_(False)
     trained_first = model if way == "unfrozen" else model[1]
     optimizer = torch.optim.SGD(trained_first.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
     with mpinit.float32_weights(model):
         kept = list(model.parameters())
         averages = [p.detach().clone() for p in kept]
@@ -294,7 +294,7 @@ def test_average_over_a_kept_list_has_a_weight_that_becomes_float32(kind: str) -
     torch.manual_seed(0)
     model = nn.Sequential(Decaying(6, 6).requires_grad_(False), nn.Linear(6, 128))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+    mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
     with mpinit.float32_weights(model):
         kept = dict(model.named_parameters())
     for _ in range(3):
@@ -507,7 +507,7 @@ def test_parameters_put_into_other_places_inside_are_there_after(
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1.0})
+        mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
         own = list(model.parameters())
         with mpinit.float32_weights(model) if is_inside else nullcontext():
             change(model)
@@ -684,7 +684,7 @@ def test_data_of_a_parameter_kept_from_a_block_is_refused_once_written(name: str
     model = nn.Sequential()
     model.add_module("4", nn.Linear(2, 2))
     model.add_module("head", nn.Linear(2, 1))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **KINDS["split"])
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **KINDS["split"])
     before = state(model)
     for _ in range(2):
         with mpinit.float32_weights(model), torch.no_grad():

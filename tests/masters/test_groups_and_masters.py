@@ -150,7 +150,7 @@ def test_any_two_slices_of_a_weight_change_places_through_numpy(shape: tuple[int
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(shape))
     optimizer = RMSprop(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     model.weight.grad = torch.ones(shape)
     shared = model.weight.detach().view(torch.int16).numpy()
     for axis, size in enumerate(shape):
@@ -381,7 +381,7 @@ def trained(kind: str, way: str, clears: bool = True) -> dict[str, torch.Tensor]
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = Own(model.parameters(), way=way)
     optimizer.steps_per_parameter = kind != "split, whole"
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, "O5", **KINDS[kind])
     for index in range(4):
         if clears:
             optimizer.zero_grad()

@@ -46,7 +46,7 @@ def set_up(
     model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = make(model.parameters())
     level, extra = KINDS[kind]
-    options = {"split_bucket_bytes": 40_000, "verbosity": 0, **extra, **more}
+    options = {"split_bucket_bytes": 40_000, **extra, **more}
     mpinit.initialize(model, optimizer, level, optimizer_state=encoding, **options)
     return model, optimizer
 
@@ -196,7 +196,7 @@ def test_groups_added_later_and_states_from_before(kind: str) -> None:
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     level, more = KINDS[kind]
-    options = {"optimizer_state": "int8", "loss_scale": 1.0, "verbosity": 0}
+    options = {"optimizer_state": "int8", "loss_scale": 1.0}
     mpinit.initialize([model, extra], optimizer, level, **options, **more)
     assert sum(type(value) is EncodedState for value in states(optimizer)) == 2
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-2})
@@ -246,7 +246,7 @@ def test_weights_kept_in_a_state_stay_float32() -> None:
 def test_sparse_gradients_have_float32_states(make: Factory) -> None:
     model = nn.Embedding(200, 64, sparse=True)
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, "O0", optimizer_state="int8", verbosity=0)
+    mpinit.initialize(model, optimizer, "O0", optimizer_state="int8")
     for _ in range(2):
         backward(model(torch.tensor([1, 5])).sum(), optimizer)
         optimizer.step()

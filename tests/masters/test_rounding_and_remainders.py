@@ -34,7 +34,7 @@ def cast_in(values: Tensor, dtype: torch.dtype) -> nn.Module:
     model.weight = nn.Parameter(values.clone(), requires_grad=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return mpinit.initialize(model, opt_level="O3", cast_model_type=dtype, verbosity=0)
+        return mpinit.initialize(model, opt_level="O3", cast_model_type=dtype)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -62,7 +62,7 @@ def test_later_writes_to_old_memory_are_not_restored() -> None:
     held = values.clone()
     model = nn.Module()
     model.weight = nn.Parameter(held, requires_grad=False)
-    mpinit.initialize(model, opt_level="O3", verbosity=0)
+    mpinit.initialize(model, opt_level="O3")
     held.add_(1.0)
     assert torch.equal(model.state_dict()["weight"], values)
     mpinit.undo(model)
@@ -180,7 +180,7 @@ def test_a_step_leaves_weights_rounded_by_the_rule_of_their_kind(kind: Any, size
     model = nn.Module()
     model.weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 3.0, -0.25, 0.125]).repeat(size // 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    mpinit.initialize(model, optimizer, "O5", master_weights=kind, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights=kind)
     step = torch.tensor([2.0**-8, -(2.0**-8), 0.3, -1 / 3, 2.0**-20, 0.1]).repeat(size // 6)
     with mpinit.scale_loss((model.weight.float() * -step).sum(), optimizer) as scaled:
         scaled.backward()

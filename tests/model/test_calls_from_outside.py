@@ -66,7 +66,7 @@ def test_a_part_called_by_itself_has_its_inputs_and_outputs_cast(level: str) -> 
 def test_a_training_step_that_calls_parts_trains_as_in_float32() -> None:
     plain, model = Autoencoder(), Autoencoder()
     trainer, optimizer = sgd(plain), sgd(model)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     for _ in range(10):
         x, target = torch.randn(16, 4), torch.randn(16, 4)
         trainer.zero_grad()

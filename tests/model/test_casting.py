@@ -46,7 +46,7 @@ def test_the_users_tensor_is_not_changed(level: str) -> None:
     before, version = weights.clone(), weights._version
     loss, model, bystander = nn.CrossEntropyLoss(weight=weights), Masked(weights), Masked(weights)
     quietly(model, level)
-    mpinit.initialize(loss, opt_level=level, verbosity=0)
+    mpinit.initialize(loss, opt_level=level)
     assert model.constant.dtype is loss.weight.dtype is not torch.float32
     assert torch.equal(model.constant, before.to(model.constant.dtype))
     assert weights.dtype is torch.float32
@@ -81,7 +81,7 @@ def test_only_the_elements_that_were_changed_take_their_present_values() -> None
     expected = before.clone()
     expected[0] = 0.5
     with pytest.warns(UserWarning, match=r"mask"):
-        mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+        mpinit.initialize(model, sgd(model), "O2")
     model.mask[0] = 0.5
     mpinit.undo(model)
     assert bits(model.mask) == bits(expected)
@@ -114,7 +114,7 @@ def test_frozen_weights_come_back_bit_for_bit(optimised: bool, level: str) -> No
     before = {name: value.clone() for name, value in model.state_dict().items()}
     keywords = {"opt_level": "O5", "master_weights": "split"} if level == "split" else {"opt_level": level}
     optimizer = torch.optim.SGD(model.parameters() if optimised else model[1].parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **keywords)
+    mpinit.initialize(model, optimizer, **keywords)
     assert bits(model.state_dict()["0.weight"]) == bits(before["0.weight"]), "a checkpoint has them too"
     model[0].bias.data[3] = 7.0
     mpinit.undo(model)
@@ -129,7 +129,7 @@ def test_finite_values_stay_finite_and_one_warning_names_them(level: str, value:
     model["b"].weight.requires_grad_(False)[1, 1] = value
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.warns(UserWarning) as caught:
-        mpinit.initialize(model, sgd(model), level, verbosity=0)
+        mpinit.initialize(model, sgd(model), level)
     (warning,) = caught
     assert all(name in str(warning.message) for name in ("a.mask", "b.mask", "b.weight"))
     assert "constant" not in str(warning.message)
@@ -217,7 +217,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_float32_data_that_replaces_a_weights_own_counts_exactly(masters: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters)
     numbers = torch.arange(12.0).sqrt()
     vector_to_parameters(numbers, model.parameters())
     model(torch.ones(1, 2))

@@ -33,7 +33,7 @@ def test_a_copy_of_a_model_or_a_part_has_the_masters_bits_and_no_session(kind: s
     twin = copy.deepcopy(model)
     assert not twin.frozen.requires_grad
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    mpinit.initialize(twin, optimizer, "O2", verbosity=0)
+    mpinit.initialize(twin, optimizer, "O2")
     step(twin, optimizer)
 
 
@@ -60,7 +60,7 @@ def test_a_moving_average_of_state_dicts_is_one_of_the_masters(kind: str) -> Non
 def test_tied_weights_stay_tied_in_a_copy() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
         assert twin[0].weight is twin[1].weight
         assert twin[0].weight.dtype is torch.float32
@@ -75,7 +75,7 @@ def test_a_module_with_a_deepcopy_of_its_own() -> None:
             return twin
 
     model = nn.Sequential(Own(3, 3), nn.Linear(3, 3))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     twin = copy.deepcopy(model)
     assert type(twin[0]) is Own
     assert torch.equal(twin[0].weight, model.state_dict()["0.weight"])
@@ -216,7 +216,7 @@ def test_a_model_compiled_before_initialize_follows_it() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = next(case.data())[0]
     compiled(x)
-    mpinit.initialize(model, opt_level="O3", verbosity=0, cast_model_outputs="fp16")
+    mpinit.initialize(model, opt_level="O3", cast_model_outputs="fp16")
     assert compiled(x).dtype is torch.float16
 
 
@@ -233,7 +233,7 @@ def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[st
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.Adam(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, "O5", **more)
     for _ in range(2):
         iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
     if first == "model":
@@ -252,14 +252,14 @@ def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
     """Check that it has no session, and can be passed to ``initialize`` with its model."""
     model = nn.Linear(16, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     twin, trainer = pickle.loads(pickle.dumps((model, optimizer)))
     with (
         pytest.raises(RuntimeError, match="SGD was not initialised"),
         mpinit.scale_loss(twin(torch.ones(2, 16)).square().mean(), trainer),
     ):
         pass
-    mpinit.initialize(twin, trainer, "O5", verbosity=0)
+    mpinit.initialize(twin, trainer, "O5")
     backward(twin(torch.ones(2, 16)).square().mean(), trainer)
     before = twin.state_dict()["weight"].clone()
     trainer.step()
@@ -274,7 +274,7 @@ def test_copied_optimizer_steps_as_torch_s_own_with_float32_states(way: str, mas
     torch.manual_seed(0)
     model = nn.Linear(64, 80)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    mpinit.initialize(model, optimizer, "O5", master_weights=masters, optimizer_state=encoding, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters, optimizer_state=encoding)
     for _ in range(3):
         iterate(model(torch.ones(2, 64)).square().mean(), optimizer)
     pair = (model, optimizer)
@@ -300,7 +300,7 @@ def test_converted_copy_computes_as_a_plain_module_of_its_dtype(masters: Any, wa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model.eval(), optimizer, "O5", master_weights=masters, keep_fp32=[nn.LayerNorm], verbosity=0)
+    mpinit.initialize(model.eval(), optimizer, "O5", master_weights=masters, keep_fp32=[nn.LayerNorm])
     twin = COPIES[way](model).to(dtype)
     reference = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Linear(16, 4)).eval().to(dtype)
     reference.load_state_dict(twin.state_dict())
@@ -316,9 +316,9 @@ def test_converted_copy_computes_as_a_plain_module_of_its_dtype(masters: Any, wa
 def test_unpickled_model_that_is_initialised_is_copied_and_converted_like_any_other() -> None:
     """Check that its deep copies have the masters' values, and that its conversion is refused until the undo."""
     model = nn.Linear(8, 4)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     twin = pickle.loads(pickle.dumps(model))
-    mpinit.initialize(twin, torch.optim.SGD(twin.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(twin, torch.optim.SGD(twin.parameters(), lr=0.1), "O5")
     with torch.no_grad(), mpinit.float32_weights(twin):
         twin.weight.fill_(1.001)
     copied = copy.deepcopy(twin)

@@ -26,7 +26,7 @@ def test_copy_of_a_part_put_back_trains_as_in_float32(kind: str, place: Any) -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     x = torch.randn(8, 4)
     name = str(place)
     copied = copy.deepcopy(model.get_submodule(name))

@@ -102,7 +102,7 @@ def test_training_has_the_numbers_of_one_model(asked: str, copies: None) -> None
     for forward in (data_parallel, in_one):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, verbosity=0, **ASKED[asked])
+        mpinit.initialize(model, optimizer, **ASKED[asked])
         results.append(trained(model, forward, optimizer))
         assert mpinit.step_counts(optimizer) == (3, 0)
         mpinit.undo(model)
@@ -112,7 +112,7 @@ def test_training_has_the_numbers_of_one_model(asked: str, copies: None) -> None
 
 
 def test_replicas_have_weights_of_their_own(copies: None) -> None:
-    model = mpinit.initialize(Net(), opt_level="O4", verbosity=0)
+    model = mpinit.initialize(Net(), opt_level="O4")
     with torch.no_grad():
         expected = in_one(model, X)
         replicas: Any = replicate(model, [0, 1], True)
@@ -131,7 +131,7 @@ def off() -> Iterator[None]:
 
 @pytest.mark.parametrize("asked", ["O4", "O4 in the model"])
 def test_casts_that_the_caller_switches_off_are_off_in_replicas(asked: str, copies: None) -> None:
-    model = mpinit.initialize(Net(), verbosity=0, **ASKED[asked])
+    model = mpinit.initialize(Net(), **ASKED[asked])
     with torch.no_grad():
         for block in (contextlib.nullcontext, off, mpinit.disable_casts):
             with block():
@@ -144,7 +144,7 @@ def test_casts_that_the_caller_switches_off_are_off_in_replicas(asked: str, copi
 @pytest.mark.parametrize("level", ["O2", "O3", "O5", "split", "model"])
 def test_replicas_of_16_bit_weights_are_refused(level: str, copies: None) -> None:
     model = Net()
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **LEVELS[level])
     with pytest.raises(RuntimeError, match=r"DataParallel makes copies of Net.*DistributedDataParallel.*'O1' or 'O4'"):
         data_parallel(model, X)
 
@@ -153,7 +153,7 @@ def test_replicas_after_an_undo_are_plain(copies: None) -> None:
     model = Net()
     with torch.no_grad():
         expected = in_one(model, X)
-        mpinit.undo(mpinit.initialize(model, opt_level="O4", verbosity=0))
+        mpinit.undo(mpinit.initialize(model, opt_level="O4"))
         assert "_replicate_for_data_parallel" not in vars(model)
         assert torch.equal(data_parallel(model, X), expected)
 
@@ -163,7 +163,7 @@ def test_a_forward_of_the_instance_runs_on_the_replica(copies: None) -> None:
     model: Any = Net()
     own = type(model).forward
     model.forward = (lambda self, x: own(self, x) * 2).__get__(model)
-    mpinit.initialize(model, opt_level="O4", verbosity=0)
+    mpinit.initialize(model, opt_level="O4")
     with torch.no_grad():
         replica: Any = replicate(model, [0], True)[0]
         replica.head.weight.zero_()

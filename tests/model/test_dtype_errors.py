@@ -407,7 +407,7 @@ def test_policies_of_stable_baselines_learn_with_the_entries_that_errors_name(al
             optimizers: Any = [agent.actor.optimizer, agent.critic.optimizer]
         else:
             models, optimizers = agent.policy, agent.policy.optimizer
-        mpinit.initialize(models, optimizers, "O5", entry_points=entries, verbosity=0)
+        mpinit.initialize(models, optimizers, "O5", entry_points=entries)
         try:
             agent.learn(32)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ X = torch.randn(8, 4)
 def initialised(level: str) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return model, optimizer, list(mpinit.master_params(optimizer))
 
 
@@ -172,7 +172,7 @@ def test_writes_to_masters_count_if_another_layer_leaves_model_and_optimizer() -
     """Write to a master and to its gradient, and remove the last layer before the step."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     masters = list(mpinit.master_params(optimizer))
     loss_of(model).backward()
     del model[2]

@@ -35,7 +35,7 @@ def adapted(base: torch.dtype, reentrant: bool | None, **more: Any) -> Any:
 
 def trained(model: nn.Module, **more: Any) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, "O5", **more)
     for _ in range(2):
         backward(model(input_ids=IDS, labels=IDS).loss, optimizer)
         optimizer.step()
@@ -64,7 +64,7 @@ def test_a_compiled_model_returns_every_entry() -> None:
     needs("transformers")
     model = tiny_model("llama")
     names = list(model(input_ids=IDS, labels=IDS))  # the last, a cache's, is another in each version of the library
-    mpinit.initialize(model, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, opt_level="O5")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     expected, output = model(input_ids=IDS, labels=IDS), compiled(input_ids=IDS, labels=IDS)
@@ -91,7 +91,7 @@ def test_blocks_compiled_one_by_one_all_run_compiled(more: dict[str, Any]) -> No
     torch._dynamo.reset()
     model = nn.Sequential(*[Block() for _ in range(24)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, "O5", **more)
     graphs, runs = [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -184,7 +184,7 @@ def test_a_model_of_a_library_trains_with_no_warning_but_these(name: str, level:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mpinit.initialize(model, optimizer, level, verbosity=0, init_loss_scale=128.0)
+        mpinit.initialize(model, optimizer, level, init_loss_scale=128.0)
         for _ in range(2):
             loss = loss_of(name, model)
             backward(loss, optimizer)
@@ -216,7 +216,7 @@ def test_a_norm_of_rows_of_zeros_is_named_and_trains_in_float32(caplog: pytest.L
             warnings.simplefilter("ignore")  # of what the libraries deprecate
             model = of_library(name).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        mpinit.initialize(model, optimizer, "O2", verbosity=0, init_loss_scale=4.0, keep_fp32=kept)
+        mpinit.initialize(model, optimizer, "O2", init_loss_scale=4.0, keep_fp32=kept)
         for _ in range(4):
             backward(loss_of(name, model), optimizer)
             optimizer.step()

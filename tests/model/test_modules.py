@@ -314,7 +314,7 @@ def encoder() -> nn.TransformerEncoder:
 def test_evaluation_and_training_give_the_float32_result(keep: Any, level: str, padding: torch.Tensor | None) -> None:
     model, x = encoder(), torch.randn(2, 4, 8)
     want = model.train()(x, src_key_padding_mask=padding)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, keep_fp32=[keep], verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, keep_fp32=[keep])
     trained = model(x, src_key_padding_mask=padding)
     with torch.no_grad():
         evaluated = model.eval()(x, src_key_padding_mask=padding)
@@ -326,14 +326,14 @@ def test_evaluation_and_training_give_the_float32_result(keep: Any, level: str, 
 def test_the_fast_path_is_off_only_where_it_would_pass_a_module_by() -> None:
     original = torch.backends.mha.get_fastpath_enabled
     plain, first, second = encoder(), encoder(), encoder()
-    mpinit.initialize(plain, None, "O2", verbosity=0)
+    mpinit.initialize(plain, None, "O2")
     assert torch.backends.mha.get_fastpath_enabled is original
     for model in (first, second):
-        mpinit.initialize(model, None, "O2", keep_fp32=[nn.LayerNorm], verbosity=0)
+        mpinit.initialize(model, None, "O2", keep_fp32=[nn.LayerNorm])
         assert not torch.backends.mha.get_fastpath_enabled()
     mpinit.undo(first)
     assert not torch.backends.mha.get_fastpath_enabled()
-    casts = mpinit.initialize(nn.Linear(2, 2), None, "O1", cast_scope="model", verbosity=0)
+    casts = mpinit.initialize(nn.Linear(2, 2), None, "O1", cast_scope="model")
     mpinit.undo(second)
     assert torch.backends.mha.get_fastpath_enabled()
     with torch.autocast("cpu"):

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def made(kind: str, trained: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD([p for part in model[-trained:] for p in part.parameters()], lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     return model, optimizer
 
 
@@ -86,7 +86,7 @@ def trained_in_16_bits(optimizer: str, dtype: torch.dtype, shape: str, by_hand: 
     if by_hand:
         model.to(dtype)
     else:
-        mpinit.initialize(model, made, "O3", cast_model_type=dtype, verbosity=0)
+        mpinit.initialize(model, made, "O3", cast_model_type=dtype)
 
     def replace(hidden: int) -> None:
         shapes = [(hidden, 6), (hidden,), (3, hidden), (3,)]
@@ -136,7 +136,7 @@ def test_float32_data_of_a_weight_without_a_master_is_rounded(
 def test_float32_data_of_a_frozen_weight_counts_exactly(level: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level)
     narrow, values = model[0].weight.dtype, torch.arange(9.0).sqrt().reshape(3, 3)
     model[0].weight.data = values.clone()
     model(torch.ones(1, 3))
@@ -149,7 +149,7 @@ def test_float32_data_of_a_frozen_weight_counts_exactly(level: str) -> None:
 @pytest.mark.parametrize("level", ["O3", "O5"])
 def test_float32_data_is_refused_in_a_process_group_by_name(level: str) -> None:
     model = nn.Linear(3, 2)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
     before = model.weight.data
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -174,7 +174,7 @@ def test_data_of_a_weight_that_only_multiplies_gets_its_dtype_back() -> None:
 
     seen: list[torch.dtype] = []
     model = Scaled()
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3")
     for _ in range(2):
         model(torch.ones(1, 3))
         model.scale.data = torch.full((3,), 1.5)  # torch would promote the product to float32

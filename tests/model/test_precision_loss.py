@@ -133,7 +133,7 @@ def test_names_of_parameters_and_buffers_keep_them_float32(entry: str, expected:
     model = scaled()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", keep_fp32=entry, verbosity=0, loss_scale=1.0)
+    mpinit.initialize(model, optimizer, "O2", keep_fp32=entry, loss_scale=1.0)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert {name for name, tensor in tensors.items() if tensor.dtype is F32} == expected
     if entry != "*.bias":  # there the code would have to cast
@@ -160,7 +160,7 @@ def test_a_name_of_a_module_means_the_module_and_no_tensor_besides() -> None:
 def target_and_net(**more: object) -> tuple[nn.Module, nn.Module]:
     net = nn.Linear(4, 4)
     target = copy.deepcopy(net).requires_grad_(False)
-    mpinit.initialize([net, target], torch.optim.SGD(net.parameters(), lr=0.1), "O5", verbosity=0, **more)
+    mpinit.initialize([net, target], torch.optim.SGD(net.parameters(), lr=0.1), "O5", **more)
     return net, target
 
 
@@ -182,4 +182,4 @@ def test_a_target_network_in_float32_follows() -> None:
 def test_a_discriminator_is_no_target_network() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 1)
     # A warning is an error.
-    mpinit.initialize([first, second], torch.optim.SGD(first.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize([first, second], torch.optim.SGD(first.parameters(), lr=0.1), "O5")

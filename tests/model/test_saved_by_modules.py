@@ -68,7 +68,7 @@ def test_saved_tensors_have_their_float32_bits(level: str, kind: type[Part], bes
     part = kind()
     model = nn.Sequential(nn.Linear(4, 4), part) if beside else part
     before = {name: getattr(part, name).detach().clone() for name in NAMES}
-    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), level)
     found = saved(model.state_dict())
     for name in NAMES:
         expected = before[name][:2] if kind is Detached else before[name]
@@ -81,14 +81,14 @@ def test_saved_tensors_have_their_float32_bits(level: str, kind: type[Part], bes
 @pytest.mark.parametrize("kind", [Tensors, Packed])
 def test_variables_that_are_asked_for_stay(kind: type[Part]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), kind())
-    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), "O5")
     found = saved(model.state_dict(keep_vars=True))
     assert found["weight"] is model[1].weight and found["table"] is model[1].table
 
 
 def test_entries_load_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Tensors())
-    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, AdamW(model.parameters(), lr=0.1), "O5")
     state = {key: value.clone() for key, value in model.state_dict().items() if "hidden" not in key}
     with torch.no_grad():
         for parameter in model.parameters():

@@ -24,7 +24,7 @@ def trained(kind: str, network: str = "cnn") -> tuple[Case, nn.Module, torch.opt
     case = CASES[network]
     model = case.build()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **MASTERS[kind])
+    mpinit.initialize(model, optimizer, **MASTERS[kind])
     train(model, optimizer, case.batches(3), case.loss)
     return case, model, optimizer
 
@@ -55,7 +55,7 @@ def test_float32_at_every_level(network: str, level: str, dtype: str) -> None:
 def test_the_metadata_and_class_stay_and_keep_vars_gives_the_parameters_themselves() -> None:
     model = CASES["cnn"].build()
     before = model.state_dict()
-    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, opt_level="O2")
     after = model.state_dict()
     assert type(after) is type(before)
     assert after._metadata == before._metadata  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_writes_to_a_state_dict_are_applied(kind: str, trains: bool) -> None:
     model[1].requires_grad_(False)
     model.register_buffer("table", torch.randn(4))
     optimizers = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
-    mpinit.initialize(model, optimizers, verbosity=0, **PARTIAL[kind])
+    mpinit.initialize(model, optimizers, **PARTIAL[kind])
     loaded = noise(model)
     if kind == "O3" and trains:  # what is trained has 16 bits there and no more
         loaded = {name: value.half().float() for name, value in loaded.items()}
@@ -175,7 +175,7 @@ class Scaled(nn.Module):
 
 def stepped(kind: str, model: nn.Module, width: int = 3) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, loss_scale=8.0, **MASTERS[kind])
+    mpinit.initialize(model, optimizer, loss_scale=8.0, **MASTERS[kind])
     step(model, optimizer, width)
     return optimizer
 
@@ -258,7 +258,7 @@ def test_weight_that_a_module_changes_while_it_is_loaded_keeps_the_change(kind: 
         layer.register_load_state_dict_post_hook(lambda module, keys: double(module))
     layer.weight.requires_grad_(trains)
     model = nn.Sequential(layer, nn.Linear(4, 4))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **MASTERS[kind])
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **MASTERS[kind])
     state = noise(model)
     model.load_state_dict(state)
     after = model.state_dict()
@@ -389,5 +389,5 @@ def test_the_next_undo_removes_the_module_hook_of_a_dropped_session() -> None:
     assert len(hooks) > before
     del model
     gc.collect()
-    mpinit.undo(mpinit.initialize(nn.Linear(3, 3), opt_level="O0", verbosity=0))
+    mpinit.undo(mpinit.initialize(nn.Linear(3, 3), opt_level="O0"))
     assert len(hooks) == before

@@ -66,7 +66,7 @@ def in_threads(run: Callable[[int], Any]) -> list[Any]:
 
 def initialized(level: str, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return optimizer
 
 

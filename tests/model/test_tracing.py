@@ -31,7 +31,7 @@ def started(network: str, level: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = CASES[network].build()
     name, more = LEVELS[level]
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, verbosity=0, **more)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, **more)
     return model.eval(), next(CASES[network].data())[0]
 
 
@@ -120,7 +120,7 @@ def test_an_onnx_file_of_linear_layers_in_bfloat16_names_the_way_out(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
     check_of_onnx(model.eval(), torch.randn(2, 8), way_out, dynamo)
 
 
@@ -154,7 +154,7 @@ def test_the_file_of_an_exported_16_bit_program_is_right_or_refused_by_onnxrunti
     if network == "linear":
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
+        mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
         model, x = model.eval(), torch.randn(2, 8)
     else:
         model, x = started(network, level)

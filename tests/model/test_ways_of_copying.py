@@ -56,7 +56,7 @@ def trained(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     name, more = LEVELS[level]
-    mpinit.initialize(model, optimizer, name, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, name, **more)
     for _ in range(2):
         iterate(model(X).float().square().mean(), optimizer)
     return model, optimizer
@@ -174,7 +174,7 @@ def test_a_copy_is_a_model_of_its_own(way: str, level: str) -> None:
     # It can be initialised itself.
     name, more = LEVELS[level]
     own = torch.optim.Adam(copied.parameters(), lr=1e-3)
-    mpinit.initialize(copied, own, name, verbosity=0, **more)
+    mpinit.initialize(copied, own, name, **more)
     iterate(copied(X).float().square().mean(), own)
     assert bool(copied.first.weight.any())
     mpinit.undo(copied)
@@ -226,7 +226,7 @@ def test_cloudpickle_takes_a_model_whose_class_another_process_does_not_have(tmp
             return super().forward(input) * 2
 
     model = Local(nn.Linear(4, 4), nn.Linear(4, 2))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     file = tmp_path / "model.pkl"
     file.write_bytes(cloudpickle.dumps((model, X, model(X).detach())))
     subprocess.run([sys.executable, "-c", CHILD, str(file)], check=True, cwd=Path(__file__).parents[2])

@@ -129,7 +129,7 @@ class Counted(TorchDispatchMode):
 def kernels(**more: Any) -> int:
     model = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())])
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, "O5", **more)
 
     def iterate() -> None:
         backward(model(torch.ones(2, 8)).sum(), optimizer)
@@ -260,7 +260,7 @@ def test_writes_of_a_compiled_forward_to_its_weights_count() -> None:
         torch._dynamo.reset()
         model = Momentum()
         optimizer = torch.optim.SGD(model.trained.parameters(), lr=0.3)
-        mpinit.initialize(model, optimizer, "O5", verbosity=0, master_weights="model")
+        mpinit.initialize(model, optimizer, "O5", master_weights="model")
         before = model.average.weight.clone()
         forward = torch.compile(model, backend="eager") if compiles else model
         for _ in range(4):
@@ -276,7 +276,7 @@ def test_writes_of_a_compiled_forward_to_its_weights_count() -> None:
 def test_writes_to_weights_are_refused_where_one_graph_is_wanted(strict: bool | None) -> None:
     torch._dynamo.reset()
     model, x = Momentum(), torch.ones(2, 4)
-    mpinit.initialize(model, opt_level="O5", verbosity=0, master_weights="model")
+    mpinit.initialize(model, opt_level="O5", master_weights="model")
     with pytest.raises(RuntimeError, match=r"'weight' of shape \(4, 4\) in Momentum is written to in place"):
         if strict is None:
             torch.compile(model, backend="eager", fullgraph=True)(x)
@@ -373,7 +373,7 @@ def test_what_comes_in_16_bit_is_trained_in_float32() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4, dtype=BF16)).sum().backward()
     optimizer.step()
-    mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="model")
     assert [p.dtype for p in model.parameters()] == [BF16, BF16, F32, F32], "frozen weights are left as they are"
     assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {F32}
     assert all(p.grad is not None and p.grad.dtype is F32 for p in model[1].parameters())
@@ -389,7 +389,7 @@ def test_refusals_of_masters_in_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     for level in ("O0", "O1"):
         with pytest.raises(ValueError, match=r"master_weights=.model. contradicts"):
-            mpinit.initialize(model, opt_level=level, master_weights="model", verbosity=0)
+            mpinit.initialize(model, opt_level=level, master_weights="model")
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"into a torch\.jit\.ScriptModule.*=True"):
         start(scripted)
@@ -505,7 +505,7 @@ def test_models_train_alike_by_both(native: Any, monkeypatch: pytest.MonkeyPatch
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True))
         optimizer = torch.optim.Adam(model.parameters())
-        mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+        mpinit.initialize(model, optimizer, "O5", master_weights="model")
         for index in range(6):
             tokens = torch.arange(12).view(2, 6).add(index) % 16
             with mpinit.scale_loss(model(tokens)[0].pow(2).mean(), optimizer) as loss:

@@ -124,7 +124,7 @@ def trained(level: str, zero_grad: bool = False, **keywords: Any) -> nn.Module:
     torch._dynamo.reset()
     model = Net()
     optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, level, verbosity=0, keep_fp32="norm", **keywords)
+    mpinit.initialize(model, optimizer, level, keep_fp32="norm", **keywords)
     backward(model(X).square().sum(), optimizer)
     optimizer.step()
     if zero_grad:
@@ -170,7 +170,7 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
 def test_a_model_that_has_gradients_is_compiled_after_a_reset_and_a_backward_pass() -> None:
     model = Net()
     optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     for _ in range(2):
         torch._dynamo.reset()
         backward(model(X).sum(), optimizer)
@@ -188,7 +188,7 @@ def test_a_loop_that_compiles_anew_between_backward_and_step(level: str) -> None
         torch._dynamo.reset()
         model = Net()
         optimizer = sgd(model)
-        mpinit.initialize(model, optimizer, level, verbosity=0)
+        mpinit.initialize(model, optimizer, level)
         run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if compile_it else model
         for size in (3, 2, 3):
             for _ in range(2):  # accumulates over two

@@ -128,7 +128,7 @@ def trained(model: Any, kind: str | None, steps: int, batch: Callable[[torch.Gen
     """Train a model, at a level or in float32; warnings are errors."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     if kind is not None:
-        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
+        mpinit.initialize(model, optimizer, **LEVELS[kind])
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         output = model(torch.randn(8, 8, generator=generator) if batch is None else batch(generator))
@@ -175,7 +175,7 @@ def test_writes_of_a_callback_to_a_kept_buffer_count(kind: str) -> None:
         model = seeded(Moe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         if level is not None:
-            mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+            mpinit.initialize(model, optimizer, **LEVELS[level])
         bias, count = model.router.bias, model.router.count
         for _ in range(6):
             output = model(torch.ones(4, 8))
@@ -266,7 +266,7 @@ def test_state_of_a_whole_model_is_warned_of_with_the_entry_that_cures_it(kind: 
     assert len(caught) == 1 and "keep_fp32=['average']" in str(caught[0].message)
     model = seeded(with_average)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind], keep_fp32=["average"])
+    mpinit.initialize(model, optimizer, **LEVELS[kind], keep_fp32=["average"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(40):
@@ -345,7 +345,7 @@ def test_method_of_an_output_is_no_read_of_state() -> None:
 
 
 def test_a_session_without_an_optimizer_warns_at_the_third_forward() -> None:
-    model = mpinit.initialize(seeded(Moe), opt_level="O5", verbosity=0)
+    model = mpinit.initialize(seeded(Moe), opt_level="O5")
     model(torch.randn(2, 8)), model(torch.randn(2, 8))
     with pytest.warns(UserWarning, match=r"keep_fp32=\['router.bias', 'router.count'\]"):
         model(torch.randn(2, 8))
@@ -367,7 +367,7 @@ def test_the_log_names_the_modules_and_the_entry(caplog: pytest.LogCaptureFixtur
 def started(kind: str = "O5", steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
     model = seeded(Moe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, **LEVELS[kind])
     for _ in range(steps):
         backward(model(torch.randn(4, 8)).square().mean(), optimizer)
         optimizer.step()
@@ -432,7 +432,7 @@ def test_a_stale_entry_of_a_frozen_parameter_is_named() -> None:
     average = Parts(follow, mean=nn.Parameter(torch.zeros(8), requires_grad=False))
     model = nn.Sequential(nn.Linear(8, 8), average, nn.Linear(8, 1))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     backward(model(torch.ones(4, 8)).mean(), optimizer)
     old = model.state_dict()["1.mean"]
     optimizer.step()
@@ -445,7 +445,7 @@ def test_a_stale_entry_of_a_frozen_parameter_is_named() -> None:
 def test_nothing_is_kept_where_only_evaluations_loads_or_the_user_write(level: str) -> None:
     model = seeded(Moe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0)
+    mpinit.initialize(model, optimizer, level)
     model.router.eval()
     for _ in range(4):
         model.load_state_dict(model.state_dict())
@@ -494,7 +494,7 @@ def test_compiled_models_keep_their_state_too() -> None:
     model = seeded(Moe)
     model.router.count.fill_(250.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     compiled = torch.compile(model, backend="eager")
     for _ in range(20):
         backward(compiled(torch.randn(4, 8)).square().mean(), optimizer)

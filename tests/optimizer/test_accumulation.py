@@ -94,7 +94,7 @@ def test_a_retained_graph_gives_its_gradient_again(level: str) -> None:
 def test_delayed_check_updates_the_scale_at_the_first_step(first: int) -> None:
     models, batch = [loops.mlp(), loops.mlp(1)], loops.batches(1)[0]
     optimizers = [loops.momentum(model.parameters()) for model in models]
-    mpinit.initialize(models, optimizers, opt_level="O2", init_loss_scale=4.0, verbosity=0)
+    mpinit.initialize(models, optimizers, opt_level="O2", init_loss_scale=4.0)
     loss = loops.poison(loops.mse(models[0], batch) + loops.mse(models[1], batch), models[0][0].weight)
     loops.backward(loss, optimizers, delay_overflow_check=True)
     assert mpinit.loss_scale(optimizers[0]) == 4.0

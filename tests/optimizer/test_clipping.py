@@ -69,7 +69,7 @@ def test_norm_of_16_bit_gradients_is_float32s(kind: str, norm_type: float, forea
 
     model = network()
     optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **KEPT_IN_16_BIT[kind])
+    mpinit.initialize(model, optimizer, **KEPT_IN_16_BIT[kind])
     reference = network()
     generator = torch.Generator().manual_seed(0)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

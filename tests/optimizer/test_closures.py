@@ -184,7 +184,7 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
 def test_steps_with_a_closure_are_those_by_hand(setting: str, name: str, scaled: bool) -> None:
     model, by_hand = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, split_bucket_bytes=256, **SETTINGS[setting])
+    mpinit.initialize(model, optimizer, split_bucket_bytes=256, **SETTINGS[setting])
 
     def evaluate() -> torch.Tensor:
         by_hand.follow()
@@ -221,7 +221,7 @@ class Sharpness(SGD):
 def test_sam_step_in_two_calls_equals_by_hand() -> None:
     model = mlp()
     optimizer = Sharpness(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     evaluate, before = Closure(model, optimizer), masters(optimizer)
     evaluate()
     climbed = [value + 0.05 * gradient for value, gradient in zip(before, gradients(optimizer), strict=True)]

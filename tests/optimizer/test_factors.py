@@ -28,7 +28,7 @@ def test_gradients_add_up_over_blocks_whatever_the_scale(dtype: torch.dtype, sca
     model = placed(nn.Linear(8, 4, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(
-        model, optimizer, "O3", cast_model_type=dtype, loss_scale=scale, skip_nonfinite=skips, verbosity=0
+        model, optimizer, "O3", cast_model_type=dtype, loss_scale=scale, skip_nonfinite=skips
     )
     x = placed(torch.rand(1, 8, generator=torch.Generator().manual_seed(0)) + 0.5)
     for times in (1, 2, 3):
@@ -45,7 +45,7 @@ def test_a_clipped_gradient_is_the_float32_product_rounded_once(dtype: torch.dty
     weights = [nn.Parameter(placed(torch.ones(shape, dtype=dtype))) for shape in (size, (7,))]
     model = nn.ParameterList(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, loss_scale=1.0, verbosity=0)
+    mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, loss_scale=1.0)
     generator = torch.Generator().manual_seed(0)
     for weight in weights:
         weight.grad = placed(torch.rand(weight.shape, generator=generator) + 1).to(dtype)
@@ -68,7 +68,7 @@ def test_without_torchs_kernel_the_same_steps_are_skipped(
     model = placed(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(
-        model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0, verbosity=0
+        model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     x = placed(torch.rand(5, 4, generator=torch.Generator().manual_seed(0)))

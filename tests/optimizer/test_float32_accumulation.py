@@ -29,7 +29,7 @@ COUNT = 700
 def split(make: Callable[[Any], Optimizer] | None = None, **more: Any) -> tuple[nn.Sequential, Optimizer]:
     model = mlp()
     optimizer = (make or (lambda p: SGD(p, lr=1e-3)))(model.parameters())
-    mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split", **more)
     return model, optimizer
 
 
@@ -96,7 +96,7 @@ class Biases(nn.Module):
 def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, way: str, has_stepped: bool) -> None:
     model = Biases(which == "in turns").to(device())
     optimizer = SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")
     for layer in model.layers if which == "frozen" else ():
         layer.weight.requires_grad_(False)
     if has_stepped:
@@ -190,7 +190,7 @@ def test_asked_for_the_first_pass_is_float32_and_a_weight_used_twice_adds_up_in_
 
     model = Twice()
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", grad_dtype="float32", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", grad_dtype="float32")
     model(torch.ones(1, device=device())).backward()
     assert model.weight.grad is not None and model.weight.grad.dtype is torch.float32
     assert model.weight.grad.item() == 1 + 1 / 512
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         model = mlp()
         with pytest.raises(ValueError, match=match):
-            mpinit.initialize(model, SGD(model.parameters(), lr=0.1), verbosity=0, **asked)  # type: ignore[arg-type]
+            mpinit.initialize(model, SGD(model.parameters(), lr=0.1), **asked)  # type: ignore[arg-type]
         assert model[0].weight.dtype is torch.float32
 
 
@@ -266,7 +266,7 @@ def test_bytes_a_number_that_a_step_keeps_until_undo(width: int, kept: int) -> N
     before, numbers = bytes_held(), width * width
     model = nn.Linear(width, width, bias=False, device=device())
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     found = []
     for _ in range(2):
         with mpinit.scale_loss(model(torch.ones(1, width, device=device())).sum(), optimizer) as scaled_loss:

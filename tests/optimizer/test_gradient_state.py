@@ -302,7 +302,7 @@ def test_a_query_before_the_backward_pass_of_a_grad_scaler_changes_nothing() -> 
 def test_gradients_that_no_loss_of_a_grad_scaler_reached_are_not_scaled_after_its_update() -> None:
     models = [mlp(0), mlp(1)]
     optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
-    mpinit.initialize(models, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0)
+    mpinit.initialize(models, optimizers, opt_level="O2", loss_scale=8.0)
     scaler = mpinit.GradScaler(optimizers)
     scaler.scale(mse(models[0], BATCH)).backward()
     scaler.step(optimizers[0])
@@ -341,7 +341,7 @@ def test_abandoned_block_is_closed() -> None:
 def test_queries_at_o0_change_nothing() -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O0")
     before, step = set(vars(optimizer)), optimizer.step.__func__
     for _ in range(2):
         mse(model, BATCH).backward()

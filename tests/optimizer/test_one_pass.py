@@ -66,7 +66,7 @@ class Training:
         self.model = nn.ParameterList([nn.Parameter(weight) for weight in own])
         self.optimizer = make(self.model.parameters())
         asked = {"master_weights": masters, "optimizer_state": state, "skip_nonfinite": False, "loss_scale": 1.0}
-        mpinit.initialize(self.model, self.optimizer, level, verbosity=0, **asked)
+        mpinit.initialize(self.model, self.optimizer, level, **asked)
 
     def step(self, seed: int, odd: bool = False) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -345,7 +345,7 @@ def test_split_masters_with_float32_gradients_are_stepped_natively(
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 9))
         optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+        mpinit.initialize(model, optimizer, "O5", master_weights="split")
         for step in range(5):
             for batch in torch.randn(3, 8, 20):
                 with mpinit.scale_loss(model(batch).square().mean(), optimizer) as loss:
@@ -373,7 +373,7 @@ def test_step_without_gradients_keeps_the_lower_bits_of_split_masters(
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.5012, 0.3, 0.7]]))
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     with torch.no_grad():
         model.weight[0, 0] = 0.0
     optimizer.step()

@@ -37,11 +37,11 @@ def trained(level: dict[str, Any], how: str) -> dict[str, Tensor]:
     one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizers = [one] if how == "one" else [made(parameter) for parameter in model.parameters()]
     if how == "added":
-        mpinit.initialize(model, await_optimizers=True, verbosity=0, **level)
+        mpinit.initialize(model, await_optimizers=True, **level)
         for optimizer in optimizers:
             mpinit.add_optimizers(optimizer)
     else:
-        mpinit.initialize(model, optimizers, verbosity=0, **level)
+        mpinit.initialize(model, optimizers, **level)
     for _ in range(3):
         backward(loss(model), optimizers)
         for optimizer in optimizers:
@@ -61,7 +61,7 @@ def test_many_optimizers_have_the_bits_of_one(level: str, how: str) -> None:
 def test_optimizers_made_after_the_first_backward_pass(level: str) -> None:
     """Make optimizers as Pyro does: before the first of them there is nothing to scale a loss for."""
     model, plain = net(), net()
-    mpinit.initialize(model, await_optimizers=True, verbosity=0, loss_scale=1.0, **KINDS[level])
+    mpinit.initialize(model, await_optimizers=True, loss_scale=1.0, **KINDS[level])
     late: dict[nn.Parameter, torch.optim.Optimizer] = {}
     bare = [made(parameter) for parameter in plain.parameters()]
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_optimizers_made_after_the_first_backward_pass(level: str) -> None:
 @pytest.mark.parametrize("level", ["O2", "O5", "O5, split"])
 def test_optimizers_that_initialize_does_not_know_are_refused(level: str) -> None:
     model = net()
-    mpinit.initialize(model, await_optimizers=True, verbosity=0, loss_scale=1.0, **KINDS[level])
+    mpinit.initialize(model, await_optimizers=True, loss_scale=1.0, **KINDS[level])
     optimizers = [made(parameter) for parameter in model.parameters()]
     loss(model).backward()
     with pytest.raises(RuntimeError, match="add_optimizers"):
@@ -93,7 +93,7 @@ def test_optimizers_that_initialize_does_not_know_are_refused(level: str) -> Non
 def test_steps_inside_of_a_scaled_backward_pass_are_refused() -> None:
     model = net()
     optimizers = {parameter: made(parameter) for parameter in model.parameters()}
-    mpinit.initialize(model, list(optimizers.values()), "O2", verbosity=0)
+    mpinit.initialize(model, list(optimizers.values()), "O2")
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
     with pytest.raises(RuntimeError, match="loss_scale=1"):

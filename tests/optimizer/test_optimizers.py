@@ -209,7 +209,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
         torch.manual_seed(0)
         model = nn.Linear(16, 4)
         optimizer = SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
-        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
+        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype)
         optimizer.add_param_group({"params": [model.bias]})
         for _ in range(3):
             loops.iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
@@ -231,7 +231,7 @@ def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
     nn.init.ones_(model.weight)
     inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     optimizer = wrap(inner)
-    mpinit.initialize(model, optimizer, level, cast_model_type=torch.bfloat16, verbosity=0)
+    mpinit.initialize(model, optimizer, level, cast_model_type=torch.bfloat16)
     inner.load_state_dict(inner.state_dict())
     model.weight.grad = torch.ones_like(model.weight, dtype=model.weight.grad_dtype)
     optimizer.step()
@@ -243,7 +243,7 @@ def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
 def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
     model, more = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0, verbosity=0)
+    mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0)
     more.weight.grad = torch.full_like(more.weight, 0.25, dtype=more.weight.grad_dtype or more.weight.dtype)
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum() + more(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         calls = [lambda: optimizer.add_param_group({"params": list(more.parameters())}), scaled_loss.backward]
@@ -283,7 +283,7 @@ def test_8_bit_codes_and_tables_are_not_cast() -> None:
     model(x).sum().backward()
     optimizer.step()
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
-    mpinit.initialize(model, optimizer, opt_level="O3", cast_model_type="bfloat16", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O3", cast_model_type="bfloat16")
     after = optimizer.state[model.weight]
     assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
     weight, grad = model.weight.detach().clone(), torch.full((2, 4), 2.0, dtype=torch.bfloat16)
@@ -318,7 +318,7 @@ def test_state_of_a_0_dimensional_parameter_is_cast_without_masters(make: Callab
 
         iterate()
         known = {key: value.dtype for key, value in optimizer.state[model.logit_scale].items() if value is not None}
-        mpinit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        mpinit.initialize(model, optimizer, opt_level=level)
         iterate()
         mpinit.undo(model)
         iterate()

@@ -18,7 +18,7 @@ DATA = batches(4)
 def set_up(setting: str, late: bool) -> tuple[nn.Module, ByHand, torch.optim.Optimizer]:
     model = mlp()
     by_hand, optimizer = ByHand(model, setting), momentum(model.parameters())
-    mpinit.initialize(model, *(() if late else (optimizer,)), await_optimizers=late, verbosity=0, **SETTINGS[setting])
+    mpinit.initialize(model, *(() if late else (optimizer,)), await_optimizers=late, **SETTINGS[setting])
     return model, by_hand, optimizer
 
 

@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def pair(way: dict[str, Any], fused: bool = False, **more: Any) -> tuple[nn.Module, Optimizer]:
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
-    mpinit.initialize(model, optimizer, verbosity=0, **way | more)
+    mpinit.initialize(model, optimizer, **way | more)
     return model, optimizer
 
 

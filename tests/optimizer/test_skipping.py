@@ -89,7 +89,7 @@ def test_a_skip_on_the_first_step_gives_no_scheduler_warning(name: str, built: s
     model = mlp()
     optimizer = momentum(model.parameters())
     scheduler = SCHEDULERS[name](optimizer) if built == "before" else None
-    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O2")
     scheduler = scheduler or SCHEDULERS[name](optimizer)
     overflow(model, optimizer, BATCH)
     scheduler.step()
@@ -216,7 +216,7 @@ def test_an_optimizer_of_frozen_parameters_only_steps_harmlessly(level: str) -> 
     frozen = placed(nn.Linear(3, 3)).requires_grad_(False)
     whole = nn.Sequential(model, frozen)
     optimizer, idle = momentum(model.parameters()), SGD(frozen.parameters(), lr=1.0)
-    mpinit.initialize(whole, [optimizer, idle], opt_level=level, verbosity=0)
+    mpinit.initialize(whole, [optimizer, idle], opt_level=level)
     before = [p.clone() for p in frozen.parameters()]
     backward(mse(whole, BATCH), [optimizer, idle])
     optimizer.step()
@@ -232,7 +232,7 @@ def test_calls_of_a_skipped_step_grow_with_the_model_no_faster_than_it(level: st
         torch.manual_seed(0)
         model = placed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))))
         optimizer = SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, level, verbosity=0, loss_scale="dynamic")
+        mpinit.initialize(model, optimizer, level, loss_scale="dynamic")
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
         profile = cProfile.Profile()
@@ -259,7 +259,7 @@ def replaced(place: Any, value: float, gradient: torch.Tensor) -> torch.Tensor:
 def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
     model = placed(nn.ParameterList([torch.ones(3), torch.ones(2, 2), torch.ones(0), torch.ones(()), torch.ones(4)]))
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, init_loss_scale=64.0)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=64.0)
     loss = sum(parameter.float().sum() for parameter in model)
     assert isinstance(loss, torch.Tensor)
     for index, place, value in ((1, (0, 1), math.inf), (3, ..., math.nan), (4, slice(2), -math.inf)):
@@ -283,7 +283,7 @@ def test_overflow_counts_once_if_each_loss_is_passed_all_optimizers(level: str, 
         torch.manual_seed(0)
         generator, critic = placed(nn.Linear(4, 4)), placed(nn.Linear(4, 1))
         optimizers = [Adam(model.parameters(), lr=0.01, fused=fused) for model in (generator, critic)]
-        mpinit.initialize([generator, critic], optimizers, level, verbosity=0, init_loss_scale=64.0)
+        mpinit.initialize([generator, critic], optimizers, level, init_loss_scale=64.0)
         log: list[Any] = []
         for index in range(6):
             x = placed(torch.randn(8, 4, generator=torch.Generator().manual_seed(index)))

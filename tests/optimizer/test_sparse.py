@@ -125,7 +125,7 @@ def test_norm_of_sparse_and_empty_gradients_is_clipped(setting: str, norm_type: 
         for _ in range(2)
     )
     optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **arguments)
+    mpinit.initialize(model, optimizer, **arguments)
     for batch in words(2):
         backward(model(batch).float().square().mean(), optimizer)
         reference(batch).square().mean().backward()

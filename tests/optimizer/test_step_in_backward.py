@@ -74,7 +74,7 @@ def test_the_numbers_are_those_of_the_ordinary_loop(kind: str, name: str) -> Non
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizers = {parameter: OPTIMIZERS[name]([parameter]) for parameter in trained}
         every = list(optimizers.values())
-        mpinit.initialize(model, every, level, verbosity=0, skip_nonfinite=False, **extra)
+        mpinit.initialize(model, every, level, skip_nonfinite=False, **extra)
         if is_in_backward:
             step_in_backward(optimizers)
         for seed in range(4):
@@ -100,7 +100,7 @@ def test_bytes_a_parameter_with_adam_in_and_after_backward(kind: str, bytes_each
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     optimizers: Any = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
     level, extra = KINDS[kind]
-    mpinit.initialize(model, list(optimizers.values()), level, verbosity=0, skip_nonfinite=False, **extra)
+    mpinit.initialize(model, list(optimizers.values()), level, skip_nonfinite=False, **extra)
     step_in_backward(optimizers)
     for _ in range(2):
         loss = model(torch.ones(1, 512)).sum()
@@ -118,7 +118,7 @@ def test_step_in_backward_refuses_scaled_loss_and_removed_keyword() -> None:
     every = list(optimizers.values())
     with pytest.raises(ValueError, match="gradient_release was removed: torch's own hooks step a parameter inside"):
         mpinit.initialize(model, every, "O5", gradient_release=True)  # type: ignore[call-overload]
-    mpinit.initialize(model, every, "O2", verbosity=0)
+    mpinit.initialize(model, every, "O2")
     step_in_backward(optimizers)
     with pytest.raises(RuntimeError, match=r"step\(\) was called inside .*scale_loss"):
         backward(model(torch.ones(1, 4)).sum(), every)

@@ -86,7 +86,7 @@ def losses_of(way: str, **settings: Any) -> list[float]:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3)
     if not settings:
         return model.training_step(batches(1)[0], way, optimizer, lambda loss: loss.backward())  # type: ignore[no-untyped-call]
-    mpinit.initialize(model, optimizer, verbosity=0, entry_points=["training_step"], **settings)
+    mpinit.initialize(model, optimizer, entry_points=["training_step"], **settings)
     return model.training_step(batches(1)[0], way, optimizer, lambda loss: backward(loss, optimizer))
 
 

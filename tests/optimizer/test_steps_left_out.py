@@ -15,7 +15,7 @@ BATCH = batches(1)[0]
 def pair(level: str = "O2", **more: Any) -> tuple[Any, Any]:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, init_loss_scale=2.0**14, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, init_loss_scale=2.0**14, **more)
     return model, optimizer
 
 
@@ -69,7 +69,7 @@ def test_gradients_of_another_optimizers_loss_are_no_steps() -> None:
     """Drop the gradients that a generator's loss leaves on its discriminator."""
     made, judge = mlp(), torch.nn.Linear(1, 1)
     optimizers = [SGD(made.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.1)]
-    mpinit.initialize([made, judge], optimizers, "O2", init_loss_scale=2.0**14, verbosity=0)
+    mpinit.initialize([made, judge], optimizers, "O2", init_loss_scale=2.0**14)
     for index in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -244,7 +244,7 @@ class ByHand(Side):
 
 class ByMpinit(Side):
     def start(self, **keywords: Any) -> None:
-        mpinit.initialize(self.model, self.optimizer, "O2", verbosity=0, **keywords)
+        mpinit.initialize(self.model, self.optimizer, "O2", **keywords)
 
     def in_16_bit(self, number: int, batch: Any, overflows: int = 0) -> None:
         """One step; the evaluation numbered ``overflows``, from 1 on, does."""

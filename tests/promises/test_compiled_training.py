@@ -29,7 +29,7 @@ def train(level: str, dynamic: bool, backend: str | None) -> tuple[list[Tensor],
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 2} if dynamic else {}
-    mpinit.initialize(model, optimizer, level, verbosity=0, **scale)
+    mpinit.initialize(model, optimizer, level, **scale)
 
     def loss_of(inputs: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(model(inputs), target)
@@ -87,7 +87,7 @@ def test_compiled_autograd_works_or_is_refused_by_torch(level: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, loss_scale=1.0, verbosity=0)
+    mpinit.initialize(model, optimizer, level, loss_scale=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         scaled.backward(retain_graph=True)

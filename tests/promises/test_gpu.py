@@ -60,7 +60,7 @@ def test_training_follows_float32(level: str, more: dict[str, Any]) -> None:
     model, x = net(), data()
     # Without masters the states are float16, which holds no smaller epsilon than 6e-8.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, **more)
     losses = [step(model, optimizer, x).item() for _ in range(10)]
     torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.02)
 
@@ -69,7 +69,7 @@ def test_training_follows_float32(level: str, more: dict[str, Any]) -> None:
 def test_the_good_path_never_waits_for_the_device(level: str, more: dict[str, Any]) -> None:
     model, x = net(), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, **more)
     for _ in range(3):
         step(model, optimizer, x)
     with no_waiting():
@@ -85,7 +85,7 @@ OVERFLOW_AT = (2, 5, 6)
 def run_with_overflows(**kind: Any) -> tuple[list[torch.Tensor], float, tuple[int, int]]:
     model, x = net(), data()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-3, **kind)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     for index in range(10):
         step(model, optimizer, x, float("inf") if index in OVERFLOW_AT else 1.0)
         assert mpinit.step_was_skipped(optimizer) == (index in OVERFLOW_AT)
@@ -111,7 +111,7 @@ def test_an_iteration_can_be_captured_in_a_cuda_graph() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True, capturable=True)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
     x, factor = torch.randn(8, 32, device="cuda"), torch.ones((), device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -140,7 +140,7 @@ def test_a_peak_of_memory_below_float32() -> None:
         model = placed(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         if level is not None:
-            mpinit.initialize(model, optimizer, level, verbosity=0)
+            mpinit.initialize(model, optimizer, level)
         x = torch.randn(4096, 64, device=device())
         for _ in range(2):
             optimizer.zero_grad()
@@ -181,7 +181,7 @@ def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, na
     outputs = []
     model.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     before = [weight.detach().clone() for weight in model.parameters()]
-    mpinit.initialize(model, None, "O1", patch_torch_functions_type=dtype, verbosity=0)
+    mpinit.initialize(model, None, "O1", patch_torch_functions_type=dtype)
     model(given)
     with warnings.catch_warnings():
         # RNNBase.flatten_parameters excludes bfloat16.
@@ -201,7 +201,7 @@ def test_recurrent_networks_run_in_the_dtype_of_the_casts(dtype: torch.dtype, na
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_recurrent_function_called_by_keywords_is_cast_too(dtype: torch.dtype) -> None:
     network = placed(nn.GRU(6, 5))
-    mpinit.initialize(network, None, "O1", patch_torch_functions_type=dtype, verbosity=0)
+    mpinit.initialize(network, None, "O1", patch_torch_functions_type=dtype)
     x = placed(torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0)))
     hidden = torch.zeros(1, 2, 5, device=device())
     settings = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}

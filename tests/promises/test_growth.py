@@ -35,7 +35,7 @@ def calls_of_a_life(way: dict[str, Any], modules: int, optimizers: int) -> dict[
         for optimizer in owned:
             optimizer.step()
 
-    counts = {"initialize": calls_of(lambda: mpinit.initialize(model, owned, verbosity=0, **way))}
+    counts = {"initialize": calls_of(lambda: mpinit.initialize(model, owned, **way))}
     train()
     counts["step"] = calls_of(train)
     counts["state_dict"] = calls_of(model.state_dict)
@@ -58,7 +58,7 @@ def test_a_session_costs_the_same_however_many_there_are(way: str) -> None:
     alone = calls_of_a_life(LEVELS[way], 4, 1)
     others = [nn.Linear(2, 2) for _ in range(LARGE)]
     for other in others:
-        mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), verbosity=0, **LEVELS[way])
+        mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), **LEVELS[way])
     among_many = calls_of_a_life(LEVELS[way], 4, 1)
     for other in others:
         mpinit.undo(other)
@@ -103,7 +103,7 @@ def test_reading_from_the_meta_device_raises() -> None:
 @pytest.mark.parametrize(("level", "more"), KINDS)
 def test_steps_with_accumulation_and_clipping(level: str, more: dict[str, Any]) -> None:
     model, optimizer = parts()
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, **more)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_steps_with_accumulation_and_clipping(level: str, more: dict[str, Any]) 
 @pytest.mark.parametrize(("level", "more"), KINDS)
 def test_two_optimizers_and_two_losses(level: str, more: dict[str, Any]) -> None:
     (first, one), (second, two) = parts(), parts()
-    mpinit.initialize([first, second], [one, two], level, num_losses=2, verbosity=0, **more)
+    mpinit.initialize([first, second], [one, two], level, num_losses=2, **more)
     for _ in range(2):
         for optimizer in (one, two):
             optimizer.zero_grad()

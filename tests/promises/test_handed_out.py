@@ -843,7 +843,7 @@ def visible_state(owner: Any) -> dict[str, Any]:
 def test_query_changes_neither_optimizer_nor_model(level: str) -> None:
     model = Net()
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    mpinit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level=level)
     owners = [optimizer, *model.modules(), *model.parameters()]
     before = list(map(visible_state, owners))
     assert all(isinstance(master, nn.Parameter) for master in list(mpinit.master_params(optimizer)))
@@ -1555,7 +1555,7 @@ def test_kept_masters_keep_no_gradients_alive_in_the_next_forward(kind: str) -> 
 def test_write_that_a_compiled_forward_has_not_used_is_warned_of(way: str) -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O5")
     compiled = torch.compile(model, backend="eager")
     compiled(torch.ones(1, 4))
     state = model.state_dict()
@@ -1575,7 +1575,7 @@ def test_write_that_a_compiled_forward_has_not_used_is_warned_of(way: str) -> No
 def test_plain_backward_after_a_compiled_forward_warns_of_the_write(level: str, way: str) -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
     compiled = torch.compile(model, backend="eager")
     state, masters = model.state_dict(), list(mpinit.master_params(optimizer))
     with warnings.catch_warnings():
@@ -1635,7 +1635,7 @@ def test_weight_written_in_another_optimizers_step_keeps_the_number(level: str, 
     """Clamp a critic's weight in a hook of the generator's step, and write to its master after that."""
     generator, critic = nn.Linear(3, 3), nn.Linear(3, 1, bias=False)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
-    mpinit.initialize([generator, critic], optimizers, level, verbosity=0, loss_scale=16.0)
+    mpinit.initialize([generator, critic], optimizers, level, loss_scale=16.0)
     (master,) = mpinit.master_params(optimizers[1])
 
     def clamp(*_: Any) -> None:

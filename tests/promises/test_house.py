@@ -352,8 +352,8 @@ def test_initialize_iteration_and_forward_run_code_of_few_files(level: str, set_
         optimizer.zero_grad()
 
     # The first initialize of a process runs code that later ones do not.
-    mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0))
-    found = files_entered(lambda: mpinit.initialize(model, optimizer, opt_level=level, verbosity=0))
+    mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level=level))
+    found = files_entered(lambda: mpinit.initialize(model, optimizer, opt_level=level))
     assert len(found) <= set_up, sorted(found)
     for _ in range(3):
         train()
@@ -371,8 +371,8 @@ def twelve_layers() -> nn.Module:
 def test_initialize_at_o2_enters_38_files_and_calls_1400_functions() -> None:
     model = twelve_layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0))
-    calls = calls_made(lambda: mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0))
+    mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level="O2"))
+    calls = calls_made(lambda: mpinit.initialize(model, optimizer, opt_level="O2"))
     mpinit.undo(model)
     assert len(set(calls)) <= 38, sorted(set(calls))
     assert len(calls) <= 1400, Counter(calls).most_common()
@@ -413,7 +413,7 @@ def test_initialize_walks_over_a_model_at_most_three_times(
     model.register_buffer("table", torch.randn(8))
     optimizer = torch.optim.AdamW(model.parameters())
     walks = walks_over(model, monkeypatch)
-    mpinit.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)  # type: ignore[arg-type]
+    mpinit.initialize(model, optimizer, opt_level=level, **keywords)  # type: ignore[arg-type]
     assert 1 <= len(walks) <= 3, walks
     monkeypatch.undo()
     mpinit.undo(model)
@@ -431,7 +431,7 @@ def test_calls_of_a_float32_weights_block_do_not_grow_with_the_model(opt_level: 
     for count in (5, 15):
         model = blocks(count)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        mpinit.initialize(model, optimizer, opt_level=opt_level)
         for _ in range(2):  # the first block makes what the others use
             with mpinit.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled_loss:
                 scaled_loss.backward()
@@ -457,7 +457,7 @@ def test_state_dict_makes_at_most_10_calls_a_tensor(keywords: dict[str, Any]) ->
     for count in (5, 15):
         model = blocks(count)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, verbosity=0, **keywords)
+        mpinit.initialize(model, optimizer, **keywords)
         with mpinit.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

@@ -34,7 +34,7 @@ def entered() -> list[CodeType]:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     # No native code steps this optimizer, built or not.
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O2")
     found: list[CodeType] = []
 
     def record(frame: FrameType, event: str, _: object) -> None:

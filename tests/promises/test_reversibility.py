@@ -31,7 +31,7 @@ def _no_dropped_sessions() -> None:
 def test_undo_without_training_leaves_no_trace(network: str, optimizer: str, kind: str) -> None:
     model, trainer = set_up(network, optimizer)
     before = Snapshot(model, trainer)
-    mpinit.initialize(model, trainer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, trainer, **KINDS[kind])
     mpinit.undo(model)
     before.check(rounds(kind, model))
 
@@ -40,7 +40,7 @@ def test_undo_without_training_leaves_no_trace(network: str, optimizer: str, kin
 def test_undo_after_training_gives_the_masters_bits_to_the_model(kind: str) -> None:
     model, optimizer = set_up()
     before = Snapshot(model, optimizer)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     train(model, optimizer, CASES["cnn"].batches(3), CASES["cnn"].loss)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     mpinit.undo(optimizer)
@@ -56,7 +56,7 @@ def test_initialize_again_after_undo_at_any_other_level(kind: str) -> None:
     model, optimizer = set_up()
     case = CASES["cnn"]
     for other in (kind, "O2", kind, "O1", kind):
-        mpinit.initialize(model, optimizer, verbosity=0, **KINDS[other])
+        mpinit.initialize(model, optimizer, **KINDS[other])
         losses = train(model, optimizer, case.batches(1), case.loss)
         assert losses[0] == losses[0]
         mpinit.undo(model)
@@ -71,7 +71,7 @@ def test_two_sessions_are_undone_in_any_order(one: str, two: str, first_out: int
     pairs = [set_up("cnn"), set_up("transformer")]
     before = [Snapshot(*pair) for pair in pairs]
     for (model, optimizer), kind in zip(pairs, (one, two), strict=True):
-        mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+        mpinit.initialize(model, optimizer, **KINDS[kind])
     for (model, optimizer), network in zip(pairs, ("cnn", "transformer"), strict=True):
         train(model, optimizer, CASES[network].batches(1), CASES[network].loss)
     mpinit.undo(pairs[first_out][0])
@@ -89,7 +89,7 @@ def test_schedulers_built_before_and_after(when: str, kind: str) -> None:
     case = CASES["cnn"]
     if when == "before":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     if when == "after":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     first = optimizer.param_groups[0]["lr"]
@@ -114,7 +114,7 @@ def test_undo_restores_original_dtypes(kind: str) -> None:
 
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, **KINDS[kind])
     mpinit.undo(model)
     assert model.wide.dtype is torch.float64
     assert model.fine.dtype is torch.float64
@@ -131,7 +131,7 @@ def test_training_inside_an_autocast_block(kind: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keywords = {"master_weights": "split"} if split else {}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+        mpinit.initialize(model, optimizer, level, **keywords)
         saved = model.state_dict()
         mpinit.undo(model)
     for name, value in model.state_dict().items():
@@ -150,7 +150,7 @@ def test_state_stepped_in_place_is_not_undone(make: Callable[[Any], torch.optim.
     optimizer.step()
     states = optimizer.state.items()
     before = {p: {key: value.clone() for key, value in state.items() if value.dim()} for p, state in states}
-    mpinit.initialize(model, optimizer, "O3", verbosity=0)
+    mpinit.initialize(model, optimizer, "O3")
     optimizer.zero_grad()
     model[0](x).square().sum().backward()
     optimizer.step()
@@ -197,7 +197,7 @@ def test_undo_restores_torch(kind: str) -> None:
     model(torch.ones(1, 3, 4)).sum().backward()
     optimizer.step()
     before = picture()
-    mpinit.initialize(model, optimizer, verbosity=0, keep_fp32=["1"] if kind != "O0" else None, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, keep_fp32=["1"] if kind != "O0" else None, **LEVELS[kind])
     with mpinit.scale_loss(model(torch.ones(1, 3, 4)).sum(), optimizer) as loss:
         loss.backward()
     optimizer.step()
@@ -214,10 +214,10 @@ def test_undo_restores_torch(kind: str) -> None:
 def test_the_next_undo_removes_the_hooks_on_all_steps_of_a_session_that_was_dropped() -> None:
     before = len(_global_optimizer_pre_hooks)
     model = nn.Linear(2, 2)
-    kept = mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    kept = mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     assert len(_global_optimizer_pre_hooks) >= 1
     del model, kept
     gc.collect()
-    another = mpinit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    another = mpinit.initialize(nn.Linear(2, 2), opt_level="O1")
     mpinit.undo(another)
     assert len(_global_optimizer_pre_hooks) <= before

@@ -34,7 +34,7 @@ class Product(nn.Module):
 def started(*values: float, lr: float = 0.5, **more: Any) -> tuple[Product, SGD]:
     model = placed(Product(*values))
     optimizer = SGD(model.parameters(), lr=lr)
-    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", verbosity=0, **more)
+    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", **more)
     return model, optimizer
 
 

@@ -150,7 +150,7 @@ def test_every_setting_of_the_rule_is_a_property() -> None:
 def test_the_defaults_are_the_documented_ones() -> None:
     model = mlp()
     optimizer = momentum(model.parameters())
-    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, optimizer, opt_level="O2")
     session = registry.of(optimizer)
     assert session is not None
     scaling = session.plan.scaling
@@ -191,7 +191,7 @@ def test_static_scale_never_changes(
 ) -> None:
     model = mlp()
     optimizer = momentum(model.parameters())
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, level, **more)
     with caplog.at_level("INFO", "mpinit"):
         mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}, optimizer)
     assert mpinit.loss_scale(optimizer) == own
@@ -227,7 +227,7 @@ def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> N
         model, batch = mlp(), batches(1)[0]
         optimizer = momentum(model.parameters())
         with torch.device(device):
-            mpinit.initialize(model, optimizer, level, hysteresis=2, verbosity=0)
+            mpinit.initialize(model, optimizer, level, hysteresis=2)
             for _ in range(2):
                 backward(mse(model, batch), optimizer)
                 optimizer.step()
@@ -243,7 +243,7 @@ def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> N
 def test_loss_on_the_meta_device_keeps_the_state() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0)
     for device in ("meta", "cpu", "meta", "cpu"):
         loss = torch.ones((), device="meta", requires_grad=True) if device == "meta" else model(torch.ones(1, 3)).sum()
         with mpinit.scale_loss(loss, optimizer) as scaled_loss:

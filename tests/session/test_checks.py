@@ -122,7 +122,7 @@ def test_sessions_that_share_a_module_are_refused_where_one_of_them_casts_it(one
     shared = nn.Linear(2, 2)
     first, second = nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(nn.Sequential(shared), nn.Linear(2, 2))
     optimizer = sgd(first)
-    mpinit.initialize(first, optimizer, one, verbosity=0)
+    mpinit.initialize(first, optimizer, one)
     before = {name: value.clone() for name, value in second.state_dict().items()}
     with refused("'0.0'", "Linear", f"({one}: Sequential; SGD)", "one call", "mpinit.undo"):
         quietly(second, other)
@@ -150,13 +150,13 @@ def test_a_shared_parameter_in_modules_of_their_own() -> None:
 def test_bad_values_do_not_change_who_is_disabled(enabled: bool, bad: dict[str, Any]) -> None:
     model = net()
     optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, enabled=not enabled, verbosity=0)
+    mpinit.initialize(model, optimizer, enabled=not enabled)
     if not enabled:
         mpinit.undo(model)
     if not enabled and "entry_points" in bad:
         return  # which methods there are is asked where something is to be done
     with pytest.raises(ValueError):
-        mpinit.initialize(model, optimizer, **{"opt_level": "O2", "enabled": enabled, "verbosity": 0} | bad)
+        mpinit.initialize(model, optimizer, **{"opt_level": "O2", "enabled": enabled} | bad)
     assert (optimizer in registry.disabled) is enabled and (model in registry.disabled) is enabled
     assert "forward" not in vars(model)
 

@@ -29,7 +29,7 @@ def trained(level: str, make: Any, default: torch.dtype = torch.float32, device:
     try:
         torch.set_default_dtype(default)
         torch.set_default_device(device)
-        mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+        mpinit.initialize(model, optimizer, **LEVELS[level])
         for _ in range(6):
             optimizer.zero_grad()
             backward(model(x).float().square().mean(), optimizer)

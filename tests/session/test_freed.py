@@ -128,7 +128,7 @@ USES: dict[str, Callable[[Any, Any], None]] = {
 def made(level: str) -> tuple[Net, torch.optim.Optimizer]:
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, eps=1e-3)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     return model, optimizer
 
 
@@ -184,7 +184,7 @@ def trained_in_a_list(level: str, keeps: bool) -> list[torch.Tensor]:
     container = nn.ModuleList(models)
     optimizer = torch.optim.AdamW([p for p in container.parameters() if p.requires_grad], lr=0.1, eps=1e-3)
     asked = {name: value for name, value in LEVELS[level].items() if name != "entry_points"}
-    mpinit.initialize(container, optimizer, verbosity=0, **asked)
+    mpinit.initialize(container, optimizer, **asked)
     known, kept = weakref.ref(container), container if keeps else None
     del container
     assert known() is kept
@@ -224,7 +224,7 @@ def test_copies_of_weights_whose_data_was_used_are_freed_with_the_model(level: s
     shape = (37, 41)
     model: Any = nn.Linear(41, 37)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     model.state_dict()
     for each in mpinit.master_params(optimizer):
         each.data.mul_(2.0)

@@ -53,7 +53,7 @@ def made(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Initialise a model in a cycle of references, which only the collector frees, and an optimizer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     model.itself = [model]  # type: ignore[assignment]
     return model, optimizer
 
@@ -109,7 +109,7 @@ def test_an_optimizer_is_freed_while_those_of_its_session_are_listed(monkeypatch
     """Find all others in the list, which gets shorter meanwhile."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    mpinit.initialize(model, optimizers, "O5", verbosity=0)
+    mpinit.initialize(model, optimizers, "O5")
     for index in range(3):
         step(model, optimizers[index])
     found: list[Any] = []
@@ -132,7 +132,7 @@ def test_an_optimizer_is_freed_while_another_is_removed(at: int) -> None:
     """Run the collector at one line of the removal: each is removed once, and their weight has one optimizer left."""
     weight = nn.Linear(4, 4)
     optimizers: list[Any] = [torch.optim.SGD(weight.parameters(), lr=0.1) for _ in range(3)]
-    mpinit.initialize(weight, optimizers, "O5", verbosity=0)
+    mpinit.initialize(weight, optimizers, "O5")
     for optimizer in optimizers:
         step(weight, optimizer)
     session = registry.of(weight)
@@ -178,6 +178,6 @@ def test_threads_that_initialize_at_once_undo_what_was_dropped_once() -> None:
     del owner
     models = [nn.Linear(4, 4) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        for model in list(pool.map(lambda model: mpinit.initialize(model, opt_level="O2", verbosity=0), models)):
+        for model in list(pool.map(lambda model: mpinit.initialize(model, opt_level="O2"), models)):
             mpinit.undo(model)
     assert calls == [1]

@@ -140,7 +140,7 @@ def test_disabled_is_the_script_without_mpinit(network: str, level: str) -> None
     assert not mpinit.step_was_skipped(optimizer)
     mpinit.undo([model, optimizer])
     assert untouched == (vars(optimizer), {name: vars(m) for name, m in model.named_modules()})
-    mpinit.initialize(model, optimizer, level, verbosity=0)
+    mpinit.initialize(model, optimizer, level)
 
 
 def test_disabled_initialize_still_checks_types() -> None:
@@ -193,7 +193,7 @@ def test_one_loss_cannot_belong_to_two_sessions() -> None:
 def test_models_and_optimizers_find_their_session_and_undo_ends_it() -> None:
     models = [CASES["cnn"].build(), CASES["unet"].build()]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
-    mpinit.initialize(models, optimizers, "O2", verbosity=0)
+    mpinit.initialize(models, optimizers, "O2")
     found = {registry.of(owner) for owner in (*models, *optimizers)}
     assert len(found) == 1 and registry.live() == list(found)
     mpinit.undo(optimizers[1])
@@ -213,7 +213,7 @@ def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) ->
     gc.collect()
     assert [reference() for reference in watched] == [None] * len(watched)
     assert not native_autocast.is_on(), "casts go with their session"
-    mpinit.initialize(CASES["cnn"].build(), opt_level="O1", verbosity=0)
+    mpinit.initialize(CASES["cnn"].build(), opt_level="O1")
     assert len(INSTALLATION._sessions) == 1, "what stood in torch's namespaces goes at the next initialize"
     assert "data" not in vars(nn.Parameter)
 
@@ -225,7 +225,7 @@ def test_float64_weights_that_have_gradients_are_trained_and_restored(level: str
     with torch.no_grad():
         model.weight.fill_(1.0)
     model.weight.grad = torch.full((2, 3), 0.25, dtype=torch.float64)
-    mpinit.initialize(model, optimizer, level, master_weights=masters, loss_scale=1.0, verbosity=0)
+    mpinit.initialize(model, optimizer, level, master_weights=masters, loss_scale=1.0)
     optimizer.step()
     mpinit.undo(model)
     assert model.weight.dtype is torch.float64 and model.weight.eq(0.875).all()

@@ -46,7 +46,7 @@ def test_interrupted_initialize_changes_nothing(kind: str, each: int) -> None:
 
     def case() -> tuple[Snapshot, Callable[[], Any]]:
         model, optimizer = copy.deepcopy(trained)  # training anew for each place is most of the time
-        return Snapshot(model, optimizer), lambda: mpinit.initialize(model, optimizer, verbosity=0, **asked)
+        return Snapshot(model, optimizer), lambda: mpinit.initialize(model, optimizer, **asked)
 
     for _ in range(2):  # the first sees what a process does once
         gc.collect()

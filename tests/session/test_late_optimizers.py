@@ -263,7 +263,7 @@ def test_describe_says_how_many_weights_wait() -> None:
 @pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
 def test_add_optimizers_returns_its_arguments(box: Callable[..., Any]) -> None:
     models = [mlp(), mlp()]
-    mpinit.initialize(models, opt_level="O5", await_optimizers=True, verbosity=0)
+    mpinit.initialize(models, opt_level="O5", await_optimizers=True)
     given = box(*(momentum(model.parameters()) for model in models))
     assert mpinit.add_optimizers(given) is given
 

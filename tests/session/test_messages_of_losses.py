@@ -13,7 +13,7 @@ import mpinit
 def pair(level: str = "O2", **keywords: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+    mpinit.initialize(model, optimizer, level, **keywords)
     return model, optimizer
 
 
@@ -106,12 +106,12 @@ def test_a_model_that_is_frozen_whole_is_warned_of() -> None:
     model = nn.Linear(4, 2).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="no parameter of Linear requires a gradient, so nothing is trained"):
-        mpinit.initialize(model, optimizer, "O2", verbosity=0)
+        mpinit.initialize(model, optimizer, "O2")
     mpinit.undo(model)
-    mpinit.initialize(model, opt_level="O2", verbosity=0)  # for inference nothing is missing
+    mpinit.initialize(model, opt_level="O2")  # for inference nothing is missing
     mpinit.undo(model)
     model.bias.requires_grad_(True)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.initialize(model, optimizer, "O2")
 
 
 WAYS = {
@@ -183,7 +183,7 @@ def test_an_optimizer_that_is_not_torchs_is_refused_with_a_way_that_trains() -> 
         mpinit.initialize(model, Descent(model.parameters()), "O5")  # type: ignore[type-var]
     # What the message advises trains: float32 weights after 20 steps of 1e-4 of their size.
     before = model.weight.detach().clone()
-    mpinit.initialize(model, opt_level="O5", master_weights="model", verbosity=0)
+    mpinit.initialize(model, opt_level="O5", master_weights="model")
     optimizer = Descent(model.parameters())
     for _ in range(20):
         (model(torch.ones(1, 4)).sum() * 1e-4).backward()
@@ -226,7 +226,7 @@ def test_loss_that_reaches_parameters_outside_of_the_session_is_warned_of(level:
     assert log_variance.grad is not None and log_variance.grad.abs() > 100
     optimizer.step()
     mpinit.undo(model)
-    mpinit.initialize(model, [optimizer, other], level, verbosity=0)
+    mpinit.initialize(model, [optimizer, other], level)
     log_variance.grad = None
     loss = loss_of(model) * torch.exp(-log_variance) + log_variance
     with mpinit.scale_loss(loss, [optimizer, other]) as scaled_loss:

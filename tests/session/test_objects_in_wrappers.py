@@ -105,7 +105,7 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
     outer: Any = ScheduleFree(base)
     with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* pass the SGD inside of it"):
         mpinit.initialize(model, outer, "O5")
-    mpinit.initialize(model, base, "O5", verbosity=0)
+    mpinit.initialize(model, base, "O5")
     loops.backward(loops.mse(model, loops.batches(1)[0]), outer)
     assert len(list(mpinit.master_params(outer))) == 4
     with pytest.raises(TypeError, match="optimizers must be a torch"):
@@ -135,7 +135,7 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
         assert mpinit.GradScaler(other).get_scale() == mpinit.loss_scale(optimizer)
         loops.train(other, optimizer, loops.batches(1))
         with pytest.raises(ValueError, match="was initialised already"):
-            mpinit.initialize(other, opt_level=level, verbosity=0)
+            mpinit.initialize(other, opt_level=level)
         mpinit.undo(undone)
         assert registry.of(inner) is registry.of(outer) is None
         with pytest.raises(ValueError, match="is not initialised"):
@@ -144,10 +144,10 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
 
 def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> None:
     teacher = loops.mlp()
-    mpinit.initialize(teacher, opt_level="O1", verbosity=0)
+    mpinit.initialize(teacher, opt_level="O1")
     student = nn.Sequential()
     student.module, student.head = teacher, nn.Linear(3, 3)
-    mpinit.initialize(student, opt_level="O1", verbosity=0)
+    mpinit.initialize(student, opt_level="O1")
     assert registry.of(student) is not registry.of(teacher)
     mpinit.undo(teacher)
     assert registry.of(student) is not None
@@ -241,7 +241,7 @@ def test_optimizer_state_moves_to_the_master_and_back(make: Callable[[Any], Opti
     model, data = loops.mlp(), loops.batches(7)
     optimizer = make(model.parameters())
     loops.train_plainly(model, optimizer, data[:2])
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    mpinit.initialize(model, optimizer, "O5")
     loops.train(model, optimizer, data[2:5])
     mpinit.undo(model)
     loops.train_plainly(model, optimizer, data[5:])
@@ -252,7 +252,7 @@ def test_counters_and_hooks_run_once_per_step() -> None:
     model = loops.mlp()
     optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))

@@ -69,7 +69,7 @@ def started(level: str, kind: type[nn.Module] = WithBags) -> tuple[nn.Module, to
     model = kind()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     name, more = LEVELS[level]
-    mpinit.initialize(model, optimizer, name, verbosity=0, **more)
+    mpinit.initialize(model, optimizer, name, **more)
     for _ in range(2):
         iterate(model(torch.ones(3, 4)).float().square().sum(), optimizer)
     return model, optimizer
@@ -223,7 +223,7 @@ def test_tensors_that_came_in_like_cast_weights_are_float32_after_undo(change: A
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     name, keywords = LEVELS[level]
-    mpinit.initialize(model, optimizer, name, verbosity=0, **keywords)
+    mpinit.initialize(model, optimizer, name, **keywords)
     change(model)
     iterate(model(torch.randn(4, 6)).square().mean(), optimizer)
     saved = {key: value.float() for key, value in model.state_dict().items()}
@@ -243,7 +243,7 @@ def test_tensors_that_were_given_in_16_bit_are_so_after_undo(level: str) -> None
     model[1].register_buffer("table", torch.ones(3, dtype=dtype))
     frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
     model[0].register_parameter("frozen", frozen)
-    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level, verbosity=0)
+    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level)
     model[1]._apply(lambda tensor: tensor.clone())  # replaces buffers, as a move to a device does
     mpinit.undo(model)
     assert model[1].table.dtype == frozen.dtype == dtype

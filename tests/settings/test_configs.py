@@ -135,7 +135,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes('opt_level = "O3"'.encode("utf-8-sig"))
     model = torch.nn.Linear(2, 2)
-    mpinit.initialize(model, config=path, verbosity=0)
+    mpinit.initialize(model, config=path)
     assert model.weight.dtype == torch.float16
 
 

@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def kept(model: nn.Module, level: str = "O5", **keywords: Any) -> set[str]:
-    mpinit.initialize(model, opt_level=level, verbosity=0, **keywords)
+    mpinit.initialize(model, opt_level=level, **keywords)
     found = {name for name, parameter in model.named_parameters() if parameter.dtype is F32}
     mpinit.undo(model)
     return {name.rpartition(".")[0] for name in found}
@@ -66,7 +66,7 @@ def test_rotary_tables_and_heads_of_a_llama() -> None:
     expected = model(ids).logits
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # tables are warned of where they are not kept
-        mpinit.initialize(model, opt_level="O5", keep_fp32=["@rotary_tables", "@final_heads"], verbosity=0)
+        mpinit.initialize(model, opt_level="O5", keep_fp32=["@rotary_tables", "@final_heads"])
     assert model.model.rotary_emb.inv_freq.dtype is model.lm_head.weight.dtype is F32
     assert model.model.layers[0].mlp.gate_proj.weight.dtype is BF16
     assert torch.allclose(model(ids).logits, expected, atol=0.05)
@@ -77,20 +77,20 @@ def test_norms_whose_eps_is_0_in_float16_are_named_in_advance_and_kept() -> None
     model = Net(1e-8)
     expected = model(x)
     with pytest.warns(UserWarning, match=r"layers\.0\.norm \(1e-08\), layers\.1\.norm.*@small_eps_norms"):
-        mpinit.initialize(model, opt_level="O2", verbosity=0)
+        mpinit.initialize(model, opt_level="O2")
     assert model(x).isnan().any(), "which is what the warning says"
     mpinit.undo(model)
-    mpinit.initialize(model, opt_level="O2", keep_fp32="@small_eps_norms", verbosity=0)
+    mpinit.initialize(model, opt_level="O2", keep_fp32="@small_eps_norms")
     assert torch.allclose(model(x), expected, atol=0.01)
     mpinit.undo(model)
-    mpinit.initialize(model, opt_level="O2", keep_fp32="layers", verbosity=0)
+    mpinit.initialize(model, opt_level="O2", keep_fp32="layers")
     mpinit.undo(model)
-    mpinit.initialize(model, opt_level="O5", verbosity=0)  # bfloat16 has 1e-8
+    mpinit.initialize(model, opt_level="O5")  # bfloat16 has 1e-8
 
 
 def test_norms_of_torch_compute_in_float32_with_any_eps() -> None:
     model = nn.Sequential(nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 2))
-    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    mpinit.initialize(model, opt_level="O2")
     assert model(torch.zeros(2, 8)).isfinite().all()
 
 

@@ -385,7 +385,7 @@ def pair(engine: Engine, level: str, **more: Any) -> tuple[Any, nn.Module, torch
     runs: Any = engine.network()
     model = runs = engine.wrap(runs, None) if engine.comes_first else runs
     optimizer = sgd(model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | more)
+    mpinit.initialize(model, optimizer, **LEVELS[level] | more)
     return runs if engine.comes_first else engine.wrap(model, None), model, optimizer
 
 

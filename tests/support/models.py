@@ -181,7 +181,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 def level_arguments(level: str, dtype: torch.dtype) -> dict[str, Any]:
     """initialize's keywords for a level in a 16-bit type, quiet; at O0 the type does not matter."""
-    keywords: dict[str, Any] = {"opt_level": level, "verbosity": 0}
+    keywords: dict[str, Any] = {"opt_level": level}
     if level == "O1":
         keywords["patch_torch_functions_type"] = dtype
     elif level != "O0":
@@ -196,7 +196,7 @@ def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
     """``model``, initialised with an optimizer that trains all of it."""
-    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
+    mpinit.initialize(model, sgd(model), level, **keywords)
     return model
 
 
@@ -274,7 +274,7 @@ def start(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, **LEVELS[kind])
     return model, optimizer
 
 

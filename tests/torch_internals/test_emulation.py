@@ -59,7 +59,7 @@ def test_first_step_logs_once_that_16_bits_are_emulated(
 @pytest.mark.usefixtures("product_times")
 def test_nothing_is_logged_in_float32_or_where_it_is_not_wanted(caplog: pytest.LogCaptureFixture) -> None:
     trained("O0")
-    trained("O2", verbosity=0)
+    trained("O2")
     assert lines(caplog) == []
 
 

@@ -18,7 +18,7 @@ class Net(nn.Module):
 
 def one_of_each(model: Net, optimizer: Adam, loss: torch.Tensor) -> None:
     assert_type(mpinit.initialize(model, optimizer, opt_level="O2"), tuple[Net, Adam])
-    assert_type(amp.initialize(model, optimizer, "O5", master_weights="split", verbosity=0), tuple[Net, Adam])
+    assert_type(amp.initialize(model, optimizer, "O5", master_weights="split"), tuple[Net, Adam])
     assert_type(mpinit.initialize(model, opt_level="O3", await_optimizers=True), Net)
     assert_type(mpinit.initialize(model, None, "O3", enabled=False), Net)
     assert_type(mpinit.add_optimizers(optimizer), Adam)
