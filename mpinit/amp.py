@@ -225,8 +225,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; with ``"scales": False`` if losses are not
-        scaled; empty if mpinit is disabled. If modules became float32 because their forwards write to state, their
-        names are under ``"float32_modules"``.
+        scaled; empty if mpinit is disabled.
 
     Raises:
         RuntimeError: None was passed and there is not exactly one live session; the message lists them.

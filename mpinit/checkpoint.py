@@ -1,4 +1,4 @@
-"""Saving and loading what a session adds to a checkpoint: the loss scalers, and which modules became float32.
+"""Saving and loading what a session adds to a checkpoint: the loss scalers.
 
 Masters need no place of their own: ``model.state_dict()`` has their float32 bits, and loading it sets them.
 """
@@ -23,28 +23,18 @@ _IN_CHECKPOINTS: Final = ("mpinit", "amp", "scaler", "grad_scaler")
 _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
-# The key of the names of modules that compute in float32 because their forwards write to state.
-FLOAT32_MODULES: Final = "float32_modules"
-
-
 def session_state(session: Session) -> dict[str, Any]:
-    """Return the scalers' states as plain values, under ``loss_scaler0``, ``loss_scaler1``, ...
-
-    If modules became float32 because their forwards write to state, their names are under ``float32_modules``.
-    """
-    state: dict[str, Any] = {f"loss_scaler{index}": each.state_dict() for index, each in enumerate(session.scalers)}
-    names = session.managed.shared.kept.named_modules()
-    return state | {FLOAT32_MODULES: names} if names else state
+    """Return the scalers' states as plain values, under ``loss_scaler0``, ``loss_scaler1``, ..."""
+    return {f"loss_scaler{index}": each.state_dict() for index, each in enumerate(session.scalers)}
 
 
 def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
-    """Set a session's scalers, and make the modules float32 that were; a state that does not fit changes nothing.
+    """Set a session's scalers; a state that does not fit changes nothing.
 
     A static scale stays what it is, whatever was saved, and a dynamic one where nothing was scaled, with a warning: see
     :meth:`LossScaler.load_state_dict`.
     """
     parts = checked_state(session, state).values()
-    session.managed.shared.kept.keep_named(state.get(FLOAT32_MODULES, ()))
     warn_scale_not_restored([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
 
 
@@ -62,7 +52,6 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of a session's scalers, in their order, if they can all be loaded."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a mapping such as mpinit.state_dict() returns, not {type(state).__name__}")
-    state = {key: value for key, value in state.items() if key != FLOAT32_MODULES}
     states = (
         {"loss_scaler0": from_grad_scaler_state(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
     )

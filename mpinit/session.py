@@ -33,9 +33,8 @@ from .model.boundary import ForwardGuard
 from .model.float32_block import Float32Block
 from .model.float32_values import Float32Values
 from .model.input_values import InputWarnings
-from .model.kept_state import KeptState
 from .model.shared_memory import check_memory
-from .model.written_state import Place, WrittenState, find_places
+from .model.written_buffers import WrittenBuffers
 from .optimizer.managed import Shared
 from .optimizer.members import Members
 from .optimizer.optimizers import Initialized, ManagedOptimizers, StepGuard, parameters_of, trained_by
@@ -94,14 +93,13 @@ class Session:
         self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
         self.float32_block: Float32Block | None = None
-        self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers)
+        written = WrittenBuffers()
+        self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers, written)
         self.step_guard = StepGuard(self.values, plan.makes_masters)
         self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
         members: list[Members] = []
         self.ranks = Ranks(self.forward_guard, self.scalers, members, settings.process_group)
-        shared = Shared(
-            plan, self.values, self.ranks, _encoded_states(plan), members, KeptState(self.models, self.values)
-        )
+        shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), members, written)
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
         self.managed = ManagedOptimizers(initialized, shared, settings.await_optimizers)
         self.losses = Losses(self.managed, self.scalers)
@@ -140,13 +138,13 @@ class Session:
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()
             push(casting.LaterTensors(self.models, index, plan.model_dtype, self.masters).widen)
-        self.forwards, kept = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
+        self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             known = weakref.ref(self)
             encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         if selected.has_16_bit:
             in_model = plan.masters is MasterWeightsMode.IN_MODEL
-            float32_state = state_dict.Float32State(self.values, self.managed.shared.kept, in_model)
+            float32_state = state_dict.Float32State(self.values, in_model)
             push(float32_state.remove)
             float32_state.install(self.models, index.names)
             hide_gradients(self.models, self._undos)
@@ -163,10 +161,8 @@ class Session:
         if selected.has_16_bit:
             push(self.values.casts.stop_recording)
             self.values.casts.record_data_use(targets, self.masters)
-        if selected.has_16_bit and plan.cast_model and (places := _places_of_state(index, selected, plan)):
-            state = self.managed.shared.kept
-            push(state.end)
-            state.begin(WrittenState(places), self.forwards, kept, self.forward_guard, self.verbosity >= 1)
+        if selected.changes:
+            self.managed.shared.written.list_buffers(index.named_modules)
         self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         casts = self.values.casts if selected.changes else None
         trains = bool(self.optimizers) or self.managed.awaits
@@ -362,14 +358,6 @@ class Session:
         """Return the properties to report: the levels' five, and the dtype of optimizer states if it was chosen."""
         chosen = [] if self.properties.optimizer_state == "float32" else ["optimizer_state"]
         return {name: getattr(self.properties, name) for name in (*_REPORTED, *chosen)}
-
-
-def _places_of_state(index: ModelIndex, selected: selection.Selection, plan: Plan) -> list[Place]:
-    """Find the buffers and frozen parameters in 16 bits, to which forwards may write; most models have none."""
-    # A list: a generator is entered for each of thousands of parameters.
-    if not index.buffers and all([parameter.requires_grad for _, parameter in index.parameters]):  # noqa: C419
-        return []
-    return find_places(index.named_modules, selected.float32_modules, plan.masters is MasterWeightsMode.IN_MODEL)
 
 
 def _encoded_states(plan: Plan) -> EncodedStates | None:

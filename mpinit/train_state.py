@@ -17,7 +17,6 @@ from .basics.tables import counted
 from .basics.wrappers import iter_unwrapped
 from .distributed.sharding import is_distributed, is_sharded, shard
 from .in_float32 import float32_weights
-from .model.kept_state import marked_names
 from .model.shared_memory import storage_of
 from .optimizer.initial_state import with_initial_state
 from .optimizer.managed import ManagedOptimizer
@@ -103,8 +102,6 @@ class TrainState:
             return {}
         if self._scalers:
             state["scalers"] = checkpoint.scalers_as_rows(session, unstepped)
-        if session is not None:
-            state["model"] = session.managed.shared.kept.marked(self._root(), state["model"])
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -127,18 +124,18 @@ class TrainState:
 
         options = self._asked()
         self._load_written_masters(state_dict)
-        sent: list[Any] = [{}, None, [], [], None]
+        sent: list[Any] = [{}, None, [], None]
         from_rank0 = options.broadcast_from_rank0 and is_distributed()
         if not from_rank0 or torch.distributed.get_rank() == 0:
             try:
                 checked = self._checked(state_dict, options)
-                sent = [*checked, marked_names(checked[0].get("model")), None]
+                sent = [*checked, None]
             except (TypeError, ValueError, RuntimeError) as error:
                 sent[-1] = error
         state, *verdict = sent
         if from_rank0:
             torch.distributed.broadcast_object_list(verdict, src=0)
-        scalers, unstepped, float32_modules, refusal = verdict
+        scalers, unstepped, refusal = verdict
         if refusal is not None:
             raise refusal
         for optimizer in self._optimizers:
@@ -146,9 +143,6 @@ class TrainState:
             with with_initial_state(optimizer, self._managed(optimizer)):
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
-        if session is not None:
-            modules = dict(self._root().named_modules()) if float32_modules else {}
-            session.managed.shared.kept.keep_again([modules[name] for name in float32_modules if name in modules])
         weights = list(self._model.parameters())
         models = [model for each in registry.live() if each.has_one_of(weights) for model in each.models]
         # With a full state torch copies straight into the 16-bit shards, so they are made float32 for that time.

@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..checkpoint import FLOAT32_MODULES
 from ..scaling.scaler import check_state
 from .output import show_json, show_text
 from .state_dicts import StateDicts, is_optimizer
@@ -204,7 +203,6 @@ def _scales_of(state: Any, place: str) -> _Scales:
     found: _Scales = {}
     if not isinstance(state, Mapping) or not state:
         return found
-    state = {key: value for key, value in state.items() if key != FLOAT32_MODULES}
     if all(key in state for key in _GRAD_SCALER_FORM):
         ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
         ours |= {"scales": state["scales"]} if "scales" in state else {}

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from .. import checkpoint, registry
+from .. import registry
 from ..distributed import replicas
 from ..scaling.scaler import LossScaler
 
@@ -21,7 +21,6 @@ LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler
-FLOAT32_MODULES: Final = checkpoint.FLOAT32_MODULES
 reduce_in_float32 = replicas.reduce_in_float32
 
 

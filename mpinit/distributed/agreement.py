@@ -107,17 +107,6 @@ def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
     return agreed
 
 
-def union(names: Iterable[str], groups: Iterable[Group]) -> list[str]:
-    """Return the names that any rank of the groups passes, sorted."""
-    distributed: Any = torch.distributed
-    found = set(names)
-    for group in groups:
-        gathered: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(gathered, sorted(found), group=group)
-        found.update(*gathered)
-    return sorted(found)
-
-
 def store_of(group: Group) -> Any:
     """Return the store of a group, in which ranks read and write keys without a collective."""
     store = group.get_group_store()

@@ -162,10 +162,6 @@ def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Ite
     optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
     models = [copies[each] for each in session.models if each in copies]
     with at_level(models, optimizers, session.opt_level, session.properties, check=False) as applied:
-        state = applied.managed.shared.kept
-        state.keep_modules([copies[each] for each in session.managed.shared.kept.modules if each in copies])
-        # One run shows nothing that a later one could use.
-        state.end()
         yield applied
 
 

@@ -27,7 +27,7 @@ from ..torch_internals.running import current_pass, is_eager, is_tracing_symboli
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
 from .input_values import InputWarnings
-from .written_state import WrittenState, warn_of_writes
+from .written_buffers import WrittenBuffers
 
 
 class _CurrentForward(threading.local):
@@ -62,7 +62,6 @@ class ForwardGuard:
         lower_dtype: the 16-bit dtype that the models compute in, to be logged if the processor emulates it; None: no
             log line.
         has_float32_values: whether there are float32 values that users may write to.
-        written: the buffers and frozen parameters whose in-place writes by forwards are recorded; None: none are.
         inputs: the warnings of inputs that a cast would spoil; None if inputs are not cast to 16 bits.
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
         eager_forwards: how many forwards ran that were not compiled. Such a forward applies writes.
@@ -71,15 +70,21 @@ class ForwardGuard:
     lower_dtype: torch.dtype | None = None
     has_float32_values = True
     inputs: InputWarnings | None = None
-    written: WrittenState | None = None
     tensor_ids: frozenset[int] = frozenset()
     eager_forwards = 0
 
-    def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        values: Float32Values,
+        optimizers: Sequence[Optimizer],
+        written: WrittenBuffers,
+    ) -> None:
         self.models = models
         self.masters = values.masters
         self._values = values
         self._optimizers = optimizers
+        self._written = written
         self._is_first = True
         # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
@@ -103,25 +108,13 @@ class ForwardGuard:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         self.eager_forwards += 1
+        if torch.is_grad_enabled():
+            self._written.begin()
         if self.has_float32_values:
             with self._lock:
                 self._values.apply_writes()
                 if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
                     self.masters.widen_unused_gradients()
-
-    def watches(self, module: nn.Module) -> bool:
-        """Return whether to record what a forward of the module writes to: in training mode, before some steps."""
-        written = self.written
-        if written is None or not is_eager():
-            return False
-        if not (written.is_watching and module.training):
-            return False
-        if not self._optimizers and written.watched > 1:
-            self.written = None
-            # The session has no optimizer, so no step comes at which the module could be kept in float32.
-            warn_of_writes(sorted(written.written))
-            return False
-        return not self._values.masters.are_in_model
 
     def reads_inputs(self) -> bool:
         """Return whether to read the inputs of this forward, which may be a device sync."""

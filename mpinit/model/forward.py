@@ -131,10 +131,7 @@ class PatchedForward(OfModule):
                 method = f"{type(self.module).__name__}.{self.name}"
                 guard.inputs.check(named, boundary.keep_inputs, boundary.inner_dtype, method)
         try:
-            if guard is None or guard.written is None or not guard.watches(self.module):
-                return self._with_weights(is_inside, args, kwargs, output_dtype)
-            with guard.written.watch():
-                return self._with_weights(is_inside, args, kwargs, output_dtype)
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
         except (RuntimeError, ValueError) as error:
             reason = None
             if self.weights is None and isinstance(error, RuntimeError):
@@ -323,11 +320,11 @@ def patch_forwards(
     owner: object,
     guard: ForwardGuard | None,
     undos: UndoStack,
-) -> tuple[Boundary, Boundary]:
+) -> Boundary:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
 
     Returns:
-        The boundary of the modules that are cast, and that of those that stay float32.
+        The boundary of the modules that are cast.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
@@ -393,7 +390,7 @@ def patch_forwards(
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
         undos.push(model.register_forward_pre_hook(_RefuseShallowCopies(model), prepend=True).remove)
-    return cast, kept
+    return cast
 
 
 class _RefuseShallowCopies(OfModule):

@@ -14,7 +14,7 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..basics.code_names import attributes_of, names_in
+from ..basics.code_names import names_in
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
 from ..basics.weak_references import WeakList
@@ -239,43 +239,6 @@ def _reads(read: frozenset[str], own: frozenset[str], children: dict[str, frozen
 def reads_weights(code: types.CodeType, module: nn.Module) -> bool:
     """Return whether code names a parameter of a module or of a child of it."""
     return _reads(frozenset(names_in(code)), *_weight_names(module))
-
-
-def reads_part(parent: nn.Module, name: str, part: nn.Module) -> bool:
-    """Return whether a forward names a tensor of a part, or a method of it that reads one: ``self.norm.mean``.
-
-    This is a guess, as in :func:`methods_with_weights`. Names of tensors that are also attributes of ``torch.Tensor``
-    count only directly behind the part's name, because ``self.norm(x).mean()`` reads no buffer.
-
-    Args:
-        parent: the module with the forward; methods that it calls count too.
-        name: the part's name in its parent, or that of the list that it is in.
-        part: the part.
-    """
-    own, children = _weight_names(part)
-    known = {*own, *_reading_methods(type(part), own, children)}
-    loose = {each for each in known - _weight_names(parent)[0] if not hasattr(torch.Tensor, each)}
-    for code in _codes_of_forward(type(parent)):
-        names = set(names_in(code))
-        if name in names and (loose & names or not known.isdisjoint(attributes_of(name, code))):
-            return True
-    return False
-
-
-def _codes_of_forward(kind: type) -> list[types.CodeType]:
-    """List the code of a class's forward and of the methods that it names, directly or through each other."""
-    found: dict[str, types.CodeType] = {}
-    pending = ["forward"]
-    while pending:
-        name = pending.pop()
-        if name in found:
-            continue
-        function = inspect.unwrap(getattr(kind, name))
-        if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
-            found[name] = function.__code__
-            called = {*names_in(function.__code__)} - found.keys()
-            pending += [each for each in called if callable(getattr(kind, each, None))]
-    return list(found.values())
 
 
 def _reading_methods(kind: type, own: frozenset[str], children: dict[str, frozenset[str]]) -> list[str]:

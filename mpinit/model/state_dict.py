@@ -23,7 +23,6 @@ from ..torch_internals.bulk import are_same
 from . import copies
 from .float32_values import Float32Values
 from .forward_weights import ACTIVE_CASTS, parameter_of
-from .kept_state import KEPT, KeptState
 from .shared_memory import is_16_bit, same_view, storage_of
 
 _CONTAINERS: Final = (dict, list, tuple)
@@ -36,9 +35,8 @@ class Float32State:
     later gets the hooks as well. With ``keep_vars=True`` the state dict has the 16-bit parameters themselves.
     """
 
-    def __init__(self, values: Float32Values, kept: KeptState, has_float32_weights: bool) -> None:
+    def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
         self._values: Float32Values | None = values
-        self._kept: KeptState | None = kept
         # For the call of state_dict() that runs: its dict, and the id of a tensor -> the entry that was made for it.
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
@@ -116,8 +114,6 @@ class Float32State:
         if self._destination is None or self._destination() is not state_dict:
             self._begin(state_dict)
         is_in_block = self._values is not None and self._values.masters.are_in_model
-        if self._kept is not None and self._kept.names and module in self._kept.modules:
-            local_metadata[KEPT] = True
         # Few calls per tensor: the state dict of a large model has some 100,000 tensors.
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -193,8 +189,6 @@ class Float32State:
             self._values.apply_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)
-        if metadata.get(KEPT) and self._kept is not None:
-            self._kept.keep_again([module])
         self._to_load[id(module)] = prefix, state_dict
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
@@ -225,7 +219,7 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it saves its own weights.
-        nothing = ("_values", "_kept", "_originals", "_stop_following", "_outermost_load", "_destination")
+        nothing = ("_values", "_originals", "_stop_following", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
             "_modules": set(),

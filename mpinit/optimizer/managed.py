@@ -17,7 +17,7 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, decoded_state_dict
 from ..model.float32_values import Float32Values
-from ..model.kept_state import KeptState
+from ..model.written_buffers import WrittenBuffers
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
@@ -50,7 +50,7 @@ class Shared:
 
     Attributes:
         members: the members of each optimizer whose :meth:`ManagedOptimizer.list_members` was called.
-        kept: the modules that are kept in float32 because their forwards write to state.
+        written: the 16-bit buffers that a warning names if the model writes to them.
         checks: the checks of each optimizer that has made them.
     """
 
@@ -59,7 +59,7 @@ class Shared:
     ranks: Ranks
     states: EncodedStates | None
     members: list[Members]
-    kept: KeptState
+    written: WrittenBuffers
     checks: list[GradientChecks] = field(default_factory=list)
 
 
@@ -170,9 +170,8 @@ class ManagedOptimizer:
     def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step, or skip the step: the optimizer's ``step``."""
         decision = self.decide(closure)
-        kept = self.shared.kept
-        if kept.written is not None and decision not in (Decision.OWN, Decision.STATE_ONLY):
-            kept.before_step(self.shared.ranks.united)
+        if decision not in (Decision.OWN, Decision.STATE_ONLY):
+            self.shared.written.before_step()
         if decision is Decision.SKIP:
             return self._skip()
         if decision is Decision.STATE_ONLY:

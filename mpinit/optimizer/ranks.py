@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.patching import UndoStack, undo_when_dropped
-from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree, union
+from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree
 from ..distributed.replicas import (
     WRAPPERS,
     Event,
@@ -322,16 +322,6 @@ class Ranks:
             if not ranks_agree(text, wrapper.process_group):
                 raise RuntimeError(_OTHER_SCALES)
         self._changes = changes
-
-    def united(self, names: Sequence[str]) -> list[str]:
-        """Return the union of the names that ranks pass. All ranks that train one model call it in the same step."""
-        if not is_distributed():
-            return list(names)
-        wrappers = [
-            each.process_group for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)
-        ]
-        groups = groups_of(meshes_of(self.guard.parameters()), self._process_group, *wrappers)
-        return union(names, groups)
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse training with wrappers around parameters whose dtype ``undo`` has changed.

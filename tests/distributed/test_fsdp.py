@@ -349,9 +349,7 @@ def wide_network() -> nn.Sequential:
 def encoded(encoding: str, kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = fully_shard(wide_network(), mesh=engines.mesh(2))
     optimizer = adam(model.parameters())
-    mpinit.initialize(
-        model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind]
-    )
+    mpinit.initialize(model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind])
     return model, optimizer
 
 

@@ -27,9 +27,7 @@ def test_gradients_add_up_over_blocks_whatever_the_scale(dtype: torch.dtype, sca
     """Use scales that 16 bits cannot hold: in float16 2**17 is inf and 2**-25 is 0; 1/1000 has 11 bits."""
     model = placed(nn.Linear(8, 4, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(
-        model, optimizer, "O3", cast_model_type=dtype, loss_scale=scale, skip_nonfinite=skips
-    )
+    mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, loss_scale=scale, skip_nonfinite=skips)
     x = placed(torch.rand(1, 8, generator=torch.Generator().manual_seed(0)) + 0.5)
     for times in (1, 2, 3):
         with mpinit.scale_loss(model(x).float().sum() * 1e-4, optimizer) as scaled:
@@ -67,9 +65,7 @@ def test_without_torchs_kernel_the_same_steps_are_skipped(
         monkeypatch.setitem(products._has_kernel, (device().type, dtype), False)
     model = placed(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(
-        model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0
-    )
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     x = placed(torch.rand(5, 4, generator=torch.Generator().manual_seed(0)))
     loss = model(x).float().square().mean()

@@ -159,9 +159,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         return
     session = training_session()
     saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
-    unexpected = [key for key in state_dict if "loss_scaler" not in key and key != _core.FLOAT32_MODULES]
-    present = mp.state_dict(owner := (*session.optimizers, *session.models)[0])
-    in_use = {key: value for key, value in present.items() if key != _core.FLOAT32_MODULES}
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    in_use = mp.state_dict(owner := (*session.optimizers, *session.models)[0])
     if len(saved) != len(in_use):
         log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(in_use))
     try:
