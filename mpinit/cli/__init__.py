@@ -17,10 +17,7 @@ COMMANDS: Final = {
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
     "build-native": "compile what speeds up optimizer steps on this machine's CPU",
     "run": "run a script that was written for apex, unmodified",
-    "completion": "print a script by which bash, zsh or fish completes this command",
 }
-# Removed commands, and their replacements.
-_REMOVED: Final = {"doctor": "torch.utils.benchmark.Timer measures a matrix product in each type on a machine"}
 # `run` shows the script's own traceback. Errors of other commands are one line on stderr, with exit status 2.
 _SHOW_THEIR_OWN: Final = ("run",)
 
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen and not chosen.startswith("-") and chosen not in COMMANDS:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        parser.error(f"there is no command {chosen!r}; {_REMOVED.get(chosen, hint)}")
+        parser.error(f"there is no command {chosen!r}; {hint}")
     own, rest = _split(words)
     arguments, unknown = parser.parse_known_args(own)
     arguments.rest = rest
@@ -116,9 +113,3 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if chosen is None or name == chosen:
             _file_of(name).describe(subparser)
     return parser
-
-
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command."""
-    actions = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(actions[0].choices)

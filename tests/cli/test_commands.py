@@ -207,7 +207,7 @@ def test_no_command_prints_the_help(said: Said) -> None:
     assert all(name in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lvels", "did you mean 'levels'?"), ("doctor", "torch.utils.benchmark")])
+@pytest.mark.parametrize(("typed", "meant"), [("lvels", "did you mean 'levels'?"), ("doctor", "there are levels, ")])
 def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str, said: Said) -> None:
     status, _, err = said(typed, "O2")
     assert status == 2 and f"there is no command {typed!r}; {meant}" in err
@@ -227,14 +227,6 @@ def test_run_asks_for_the_argument_that_is_missing(words: list[str], message: st
 def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpinit, "__version__", "9.9.9")
     assert said("--version") == (0, "mpinit 9.9.9\n", "")
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["lvels"], ["run", "--help"]])
-def test_commands_without_torch_do_not_import_it(arguments: list[str]) -> None:
-    code = f"import sys, contextlib; sys.modules['torch'] = None; sys.argv[1:] = {arguments}\nimport mpinit.cli\n"
-    done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(mpinit.cli.main())"], capture_output=True, text=True)
-    assert done.returncode == (2 if arguments == ["lvels"] else 0), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_tables_are_plain_text_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
