@@ -55,12 +55,6 @@ _LEVELS_OF: Final = {
     torch.bfloat16: "'O5' (bfloat16 weights, float32 masters) or 'O4' (bfloat16 functions, float32 weights)",
 }
 
-# Properties that release 0.2.0 had, and what replaces each.
-_REMOVED: Final = {
-    "compile_step": "torch.compile(optimizer.step) compiles a step",
-    "gradient_release": "torch's own hooks step a parameter inside of backward(): docs/explanation/gradient-release.md",
-}
-
 # Names that other libraries use, and what is written here in their place.
 _OF_OTHERS: Final = {
     **dict.fromkeys(
@@ -115,8 +109,6 @@ def _meant_level(value: Any) -> str:
 def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
     """Refuse the first unknown name, and suggest its replacement or the nearest name."""
     for name in names:
-        if name in _REMOVED:
-            raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
             if name in _OF_OTHERS:
                 raise ValueError(f"{where} has no property {name!r}; use {_OF_OTHERS[name]}")

@@ -1,4 +1,4 @@
-"""What describe tells, and names of before."""
+"""What describe tells."""
 
 import pytest
 import torch
@@ -6,12 +6,6 @@ from loops import iterate, start
 from torch import nn
 
 import mpinit
-
-
-@pytest.mark.parametrize("name", ["History", "broadcast_masters", "gradient_histogram", "stalled"])
-def test_removed_names_are_refused_with_the_replacement(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"mpinit.{name} was removed: .*(tracker|TrainState|frexp|audit)"):
-        getattr(mpinit, name)
 
 
 def test_describe_shows_level_dtypes_masters_scale_and_skips() -> None:

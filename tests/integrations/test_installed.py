@@ -102,13 +102,6 @@ def test_make_installs_torch_and_torchvision_from_one_index_in_one_command(tmp_p
     assert "--index-url" not in installs[-1] and "--editable" in installs[-1]
 
 
-@pytest.mark.parametrize("statement", ["import mpinit.integrations.timm", "from mpinit.integrations import timm"])
-def test_the_integration_that_is_gone_answers_with_its_recipe(statement: str) -> None:
-    with pytest.raises(ImportError, match=r"loss_scale=1.0.*NativeScaler\(device=.*clip_grad=1.0") as caught:
-        exec(statement)
-    assert "mpinit.integrations.timm was removed" in str(caught.value)
-
-
 ROWS = re.findall(
     r"^\| ([\w-]+) \| (\d[\w.]*) \|$", (ROOT / "docs" / "how-to" / "frameworks.md").read_text(encoding="utf-8"), re.M
 )

@@ -112,12 +112,10 @@ def test_bytes_a_parameter_with_adam_in_and_after_backward(kind: str, bytes_each
     assert held[0] <= bytes_each and held[1] <= bytes_each + 0.6  # in the pass also one weight's gradient
 
 
-def test_step_in_backward_refuses_scaled_loss_and_removed_keyword() -> None:
+def test_step_in_backward_refuses_scaled_loss() -> None:
     model = nn.Linear(4, 2)
     optimizers: Any = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     every = list(optimizers.values())
-    with pytest.raises(ValueError, match="gradient_release was removed: torch's own hooks step a parameter inside"):
-        mpinit.initialize(model, every, "O5", gradient_release=True)  # type: ignore[call-overload]
     mpinit.initialize(model, every, "O2")
     step_in_backward(optimizers)
     with pytest.raises(RuntimeError, match=r"step\(\) was called inside .*scale_loss"):

@@ -115,14 +115,6 @@ def test_an_unknown_keyword_finds_the_nearest_name(name: str, near: str) -> None
         resolve("O2", {"zzz": None})
 
 
-def test_removed_property_names_its_replacement(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("compile_step = true")
-    for where, arguments in (("initialize\\(\\)", ({"compile_step": True},)), (r".*mine\.toml'", ({}, path))):
-        with pytest.raises(ValueError, match=rf"{where}: compile_step was removed: torch\.compile\(optimizer\.step\)"):
-            resolve("O2", *arguments)
-
-
 def test_keywords_beat_the_file_and_the_file_beats_the_level(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('opt_level = "O2"\nloss_scale = 64\nkeep_batchnorm_fp32 = false\nkeep_fp32 = ["head"]\n')
