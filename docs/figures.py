@@ -226,51 +226,6 @@ def served() -> str:
     return "\n".join(rows) + "\n"
 
 
-def diagnosed() -> str:
-    """Tabulate how often each tool was right about planted faults and healthy models."""
-    found = _measured_by("diagnoses")["rows"]
-    faulty, healthy = ([row for row in found if bool(row["fault"]) is is_faulty] for is_faulty in (True, False))
-    rows = [
-        f"| | {len(faulty)} with a fault: right | no finding | wrong | {len(healthy)} healthy: right | wrong |",
-        "|---|---|---|---|---|---|",
-    ]
-    for tool in ("watch_overflow", "overflow_report", "suggest"):
-        counts = [Counter(row[tool]["verdict"] for row in group) for group in (faulty, healthy)]
-        cells = [counts[0][verdict] for verdict in ("right", "silent", "wrong")]
-        cells += [counts[1][verdict] for verdict in ("right", "wrong")]
-        rows.append(f"| `{tool}` | {' | '.join(map(str, cells))} |")
-    rows += ["", "| fault | models | `watch_overflow` | `overflow_report` | `suggest` |", "|---|---|---|---|---|"]
-    for kind in dict.fromkeys(row["fault"] for row in faulty):
-        group = [row for row in faulty if row["fault"] == kind]
-        right = [
-            sum(row[tool]["verdict"] == "right" for row in group)
-            for tool in ("watch_overflow", "overflow_report", "suggest")
-        ]
-        rows.append(f"| {_FAULTS[kind]} | {len(group)} | {' | '.join(map(str, right))} |")
-    wrong = [
-        f"{row['model']} (`{tool}`: {row[tool]['said']})"
-        for row in found
-        for tool in ("watch_overflow", "overflow_report", "suggest")
-        if row[tool]["verdict"] == "wrong"
-    ]
-    rows.append(f"\nWrong: {'; '.join(wrong)}." if wrong else "\nNone was wrong.")
-    return "\n".join(rows) + "\n"
-
-
-_FAULTS: Final[Mapping[str, str]] = {
-    "overflow": "an operation leaves float16's range",
-    "mask": "a mask of -1e9, one row masked whole",
-    "precision": "digits are lost",
-    "underflow": "gradients become 0",
-    "buffer": "a buffer that float16 cannot represent",
-    "input": "an input that cannot be rounded",
-    "forced": "the program computes in float16 at every level",
-    "float32": "inf or nan in float32",
-    "data": "nan in the data",
-    "weights": "nan in a weight",
-}
-
-
 def skipping() -> str:
     """Tabulate the cost of the check of gradients."""
     rows = ["| AdamW at O5 | time of a step with the check, over one without |", "|---|---|"]
@@ -329,7 +284,6 @@ MADE: Final[Mapping[str, Callable[[], str]]] = {
     "audited": audited,
     "served": served,
     "skipping": skipping,
-    "diagnosed": diagnosed,
     "worth": worth,
     "worth_in_short": worth_in_short,
 }

@@ -62,13 +62,11 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "See what precision does": (
         "describe",
-        "changes",
         "audit",
         "fidelity",
         "explain",
         "overflow_report",
         "watch_overflow",
-        "suggest",
     ),
     "Results of these functions": (
         "inspect.precision_report.PrecisionReport",
@@ -76,13 +74,9 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "optimizer.overflow_log.OverflowReport",
         "inspect.overflow.OverflowWatch",
         "inspect.faults.Fault",
-        "inspect.changes.Change",
         "inspect.audit.Audit",
         "inspect.audit.AuditRow",
         "inspect.fidelity.Fidelity",
-        "inspect.suggestion.Suggestion",
-        "inspect.suggestion.Finding",
-        "inspect.suggestion.Run",
     ),
     "In frameworks": (
         "integrations.transformers.enable",

@@ -1,6 +1,6 @@
 """Runs whose figures the pages show: ``python docs/measure.py audit`` writes docs/measured/audit.json.
 
-All but ``diagnoses`` train one small transformer on the source of Python's standard library. ``python
+All train one small transformer on the source of Python's standard library. ``python
 docs/figures.py`` makes the tables and the plot of what is there.
 """
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo.stdlib_text import LENGTH, Writer, load_text
-from diagnoses import diagnoses
 
 import mpinit
 
@@ -322,7 +321,6 @@ RUNS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
     "fidelity": fidelity,
     "skipping": skipping,
     "masters": masters,
-    "diagnoses": diagnoses,
 }
 
 

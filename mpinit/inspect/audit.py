@@ -372,7 +372,7 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping[Any, float]) -> dict[Any, _Steps]:
     """Step copies of the parts on random gradients with these root mean squares; parts without one are frozen."""
     copies = {p: nn.Parameter(_wide(part), requires_grad=p in sizes) for p, part in parts.items()}
-    copied_optimizer = copy_of_optimizer(optimizer, copies, with_state=False)
+    copied_optimizer = copy_of_optimizer(optimizer, copies)
     for group in copied_optimizer.param_groups:
         if "lr" in group:
             lr, rate = group["lr"], _rate(group)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import checks, registry
-from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import Undo, UndoStack
 from ..basics.trees import tensors_in
@@ -91,38 +90,17 @@ def copied_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
         ) from error
 
 
-def float32_copy(model: nn.Module) -> nn.Module:
-    """Make a copy with float32 parameters, which have the masters' values if there are masters."""
-    clone = plain_copy(model, "pass mpinit.suggest a model that can be copied")
-    for parameter in clone.parameters():
-        parameter.grad = None
-    # A private method of torch, called on our own copy only.
-    convert: Any = nn.Module._apply
-    convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
-    return clone
-
-
-def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
-    """Copy an optimizer for copies of its parameters, without the patches of ``initialize``, in float32."""
-    copied: Optimizer = type(optimizer).__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): copied}
-    for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
-        if weight not in copies:
-            raise ValueError(
-                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that "
-                "contains all parameters, such as a Module around model and loss"
-            )
-        memo[id(weight)] = copies[weight]
-    if not with_state:
-        memo[id(optimizer.state)] = defaultdict(dict)
+def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any]) -> Optimizer:
+    """Copy an optimizer without its state, for copies of its parameters."""
+    kind = type(optimizer)
+    copied: Optimizer = kind.__new__(kind)
+    memo: dict[int, Any] = {id(optimizer): copied, id(optimizer.state): defaultdict(dict)}
+    memo |= {id(entry): copies[entry] for group in optimizer.param_groups for entry in group["params"]}
     for name, value in vars(optimizer).items():
-        if hasattr(value, "__func__") or hasattr(value, "__wrapped__"):
-            continue  # set by initialize or by a scheduler
+        # A callable in the place of a method (initialize, a scheduler, accelerate) would run the original's.
+        if callable(value) and hasattr(kind, name):
+            continue
         setattr(copied, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
-    for parameter, state in copied.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
-                state[key] = value.float()
     return copied
 
 

@@ -89,7 +89,7 @@ _SENTENCES: Final = {
     "data": "the inputs of {where} contained inf or nan",
     "weights": "{where}: {operation} contained inf or nan before anything was computed",
 }
-_AFTER_16_BIT: Final = ", after operations in 16 bit: mpinit.suggest compares with a run in float32"
+_AFTER_16_BIT: Final = ", after operations in 16 bits: a run at O0 shows whether precision is at fault"
 
 _DIVISION: Final = (
     "a division by 0, which a smaller number became in 16 bit: raise the eps to 1e-5 or more, or keep the module in "
@@ -107,7 +107,11 @@ _FORWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
         ("softmax", "log_softmax", "safe_softmax", "logsumexp"),
         "a row that is masked whole is nan: keep one position of each row unmasked, or replace nan by 0 there",
     ),
-    (("exp", "exp2", "expm1", "sinh", "cosh"), "subtract the largest number first, as softmax and logsumexp do"),
+    (
+        ("exp", "exp2", "expm1", "sinh", "cosh"),
+        "in a sigmoid or swish that is written out, call torch.sigmoid or silu instead; in a softmax, subtract the "
+        "largest number first, as softmax and logsumexp do",
+    ),
     (("log", "log2", "log10"), "a logarithm of 0, which a smaller number became in 16 bit: clamp to at least 1e-6"),
     (("pow", "square"), "a power: divide before it, as by the largest magnitude, or keep the module in float32"),
     (("sum", "mean", "cumsum", "var", "var_mean", "norm", "linalg_vector_norm", "prod", "cumprod"), _SUM),

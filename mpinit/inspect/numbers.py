@@ -1,17 +1,14 @@
-"""Tensors in nested containers: their statistics, and small samples for comparisons."""
+"""Tensors in nested containers, and their statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ..basics.dtypes import dtype_name
 from ..basics.trees import tensors_in
 from ..session import Session
-
-# Number of elements in a sample of a tensor.
-SAMPLE: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,3 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor.sum())):
         return True
     return bool(torch.isfinite(tensor).all())
-
-
-def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy at most about ``SAMPLE`` evenly spaced elements of a tensor, in float32."""
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLE)
-    return flat[::step].to(torch.float32, copy=True)

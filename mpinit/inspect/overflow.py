@@ -1,8 +1,7 @@
 """The origin of an overflow: parameters and modules after a skipped step, or the operation while it runs."""
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, final
@@ -15,7 +14,7 @@ from .. import registry
 from ..basics.dtypes import is_lower_precision
 from ..optimizer.overflow_log import OverflowReport
 from .faults import Fault, Origins, worst
-from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
+from .numbers import TensorStats, floating_tensors, is_finite, stats_of
 from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 
@@ -95,7 +94,6 @@ _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias
 _NEW_MEMORY: Final = ("empty", "new_empty")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
 _MOST_FAULTS: Final = 1000
-_FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 
 @final
@@ -107,29 +105,18 @@ class OverflowWatch:
     properties can be read inside of the block and after it.
 
     Attributes:
-        peaks: the module of a forward operation -> the largest finite magnitude of its results. Results beyond the
-            range of float16 count only if no argument was as large: otherwise they may be a mask of
-            ``finfo(dtype).min``, which is within the range when the dtype is float16.
-        result_peaks: a module -> the largest finite magnitude that it returned.
-        sensitivity: 16-bit dtype -> module -> how much the loss changes, to first order, if the results of the module's
-            operations are rounded to that dtype: the sum of abs(gradient x rounding error).
         went_backward: whether there was a backward pass.
-        batch: samples of the model's inputs at its first call; None before it.
     """
 
-    def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
         self._model = model
         self._faults: list[Fault] = []
         self._origins = Origins()
-        self.peaks: dict[str | None, float] = {}
-        self.result_peaks: dict[str, float] = {}
-        self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
         self.went_backward = False
-        self.batch: list[torch.Tensor] | None = None
         self._reached = _Reached()
         self._is_16_bit = False
-        self._last_results: list[tuple[str | None, torch.Tensor]] = []
+        self._operations = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -195,7 +182,14 @@ class OverflowWatch:
         return None if self.first is None else self.first.kind
 
     def __str__(self) -> str:
-        return "nothing left the range" if self.first is None else str(self.first)
+        if self.first is not None:
+            return str(self.first)
+        if not self._operations:
+            return "no operation ran inside the block"
+        return (
+            f"no overflow in this batch: {self._operations} operations ran, and no inf or nan reached a result of the "
+            "model, the loss or a gradient"
+        )
 
     def _found(self, fault: Fault, tensor: torch.Tensor, earlier: frozenset[int] = frozenset()) -> None:
         """Record a fault, and that a tensor contains its inf or nan."""
@@ -206,10 +200,7 @@ class OverflowWatch:
 
     def _read_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._trace.unseen():
-            tensors = list(floating_tensors((args, kwargs)))
-            if self.batch is None:
-                self.batch = [sample_of(tensor) for tensor in tensors]
-            for tensor in tensors:
+            for tensor in floating_tensors((args, kwargs)):
                 if not is_finite(tensor) and not self._origins.of([tensor]):
                     stats = (stats_of(tensor),)
                     fault = Fault(
@@ -223,12 +214,9 @@ class OverflowWatch:
             self._read_inputs(module, args, {})
 
     def _module_ends(self, name: str, output: Any) -> None:
-        """Record how large results are, and whether inf or nan reach what the model returns."""
-        for tensor in floating_tensors(output):
-            peak = _peak(tensor)
-            if math.isfinite(peak):
-                self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
-            elif not name:
+        """Record whether inf or nan reach what the model returns."""
+        for tensor in floating_tensors(output) if not name else ():
+            if not is_finite(tensor):
                 self._reached.of_results = _first_of(self._reached.of_results, self._origins.of([tensor]))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
@@ -249,50 +237,19 @@ class OverflowWatch:
             for tensor in floating_tensors(result) if name.startswith(_NEW_MEMORY) else ():
                 self._origins.clear(tensor)
             return result
-        self._hook_last_results()
         overwrites = operation._schema.is_mutable
+        self._operations += 1
         before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
         result = run()
         place = self._trace.place()
         for tensor in floating_tensors(result):
             self._is_16_bit |= is_lower_precision(tensor.dtype)
-            peak = _peak(tensor)
-            if not math.isfinite(peak):
+            self.went_backward |= place.phase == BACKWARD
+            if not is_finite(tensor):
                 self._record_nonfinite(operation, tensor, before or _Inputs(args, kwargs), place)
-                continue
-            if not overwrites:
+            elif not overwrites:
                 self._origins.clear(tensor)
-            if place.phase == BACKWARD:
-                self.went_backward = True
-            elif peak <= _FLOAT16_MAX or _is_above_arguments(peak, args[1:] if overwrites else args, kwargs):
-                self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
-            if place.phase == FORWARD and self.sensitivity:
-                self._last_results.append((place.module, tensor))
         return result
-
-    def _hook_last_results(self) -> None:
-        """Register hooks that compute ``sensitivity`` on the last operation's results, which have a grad_fn by now."""
-        for module, tensor in self._last_results:
-            if tensor.requires_grad and not tensor.is_leaf:
-                values = tensor.detach()
-                errors = {
-                    dtype: (values - values.to(dtype)).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
-                    for dtype in self.sensitivity
-                }
-                tensor.register_hook(functools.partial(self._add_sensitivity, module, errors))  # type: ignore[no-untyped-call]
-        self._last_results.clear()
-
-    def _add_sensitivity(
-        self, module: str | None, errors: dict[torch.dtype, torch.Tensor], gradient: torch.Tensor | None
-    ) -> None:
-        if gradient is None:  # the loss does not depend on this result
-            return
-        with self._trace.unseen():
-            for dtype, error in errors.items():
-                if error.shape != gradient.shape:  # a result that was transposed in place since, as in a GRU
-                    continue
-                found = self.sensitivity[dtype]
-                found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
 
     def _record_nonfinite(self, operation: Any, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
         """Record a result with inf or nan: a new fault, or one of its arguments'."""
@@ -320,7 +277,6 @@ class OverflowWatch:
             self._found(fault, tensor, earlier)
         here = self._origins.of([tensor])
         if place.phase == BACKWARD:
-            self.went_backward = True
             self._reached.of_backward = _first_of(self._reached.of_backward, here)
         elif place.module is None and tensor.numel() == 1:
             self._reached.of_loss = _first_of(self._reached.of_loss, here)
@@ -358,16 +314,6 @@ def _first_of(earlier: frozenset[int] | None, later: frozenset[int]) -> frozense
 def _may_be_mask(tensor: torch.Tensor) -> bool:
     """Return whether the only numbers that are not finite are -inf."""
     return not bool((tensor.isnan() | (tensor == math.inf)).any())
-
-
-def _peak(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), math.inf))
-
-
-def _is_above_arguments(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a result's largest magnitude is no constant argument, and above that of every tensor argument."""
-    numbers = (abs(n) for n in (*args, *kwargs.values()) if isinstance(n, float))
-    return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
 
 
 class _Inputs:

@@ -87,7 +87,7 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
     if loss is not None and not math.isfinite(loss):
         return (
             f"The loss itself was {loss:g}, so it began in the forward pass, in the data or in the loss: "
-            "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
+            "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the module"
         )
     if came_later:
         return (
@@ -98,17 +98,16 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
         begin = "The" if loss is None else f"The loss was finite ({loss:g}), and the"
         return (
             f"{begin} gradients of every module contain inf or nan, so they do not show where it was made. "
-            "`with mpinit.watch_overflow(model) as watch` around one batch, forward and backward, names the module and "
-            "the operation; mpinit.suggest(model, optimizer, step) tries the cures out"
+            "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped, forward and backward, "
+            "names the module and the operation"
         )
     if module is None:
         return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
     where = f"module {module!r}" if module else "the model's own parameters"
     return (
         f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
-        "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep its module in "
-        "float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate; "
-        "mpinit.suggest(model, optimizer, step) tries them out"
+        "into: `with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the operation. "
+        "Keep its module in float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
     )
 
 

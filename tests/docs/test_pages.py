@@ -128,8 +128,7 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     listed = {name for names in GENERATOR["GROUPS"].values() for name in names}
     public = set(mpinit.__all__) - {"__version__", "amp", "OPT_LEVELS"}
     assert not public - listed
-    removed = "timm"  # importing it raises
-    plugs = {path.stem for path in (PACKAGE / "integrations").glob("*.py")} - {"__init__", removed}
+    plugs = {path.stem for path in (PACKAGE / "integrations").glob("*.py")} - {"__init__"}
     assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
 
 
@@ -402,7 +401,6 @@ FIGURES = {
     "audited": DOCS / "how-to/see-precision.md",
     "served": DOCS / "explanation/training-and-serving.md",
     "skipping": DOCS / "explanation/loss-scaling.md",
-    "diagnosed": DOCS / "how-to/diagnose.md",
     "worth": DOCS / "explanation/masters.md",
     "worth_in_short": README,
 }
@@ -417,12 +415,3 @@ def test_audit_predictions_cover_20_optimizers_at_4_rates() -> None:
     found = json.loads((DOCS / "measured" / "audit.json").read_text(encoding="utf-8"))
     assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
     assert found["mean error"] < 0.02
-
-
-def test_diagnoses_were_tried_on_30_faulty_and_30_healthy_models_whose_truth_was_measured() -> None:
-    rows = json.loads((DOCS / "measured" / "diagnoses.json").read_text(encoding="utf-8"))["rows"]
-    healthy = [row for row in rows if not row["fault"]]
-    assert len(healthy) >= 30 and len(rows) - len(healthy) >= 30
-    assert all(row["trains at O2"] and row["trains at O5"] for row in healthy)
-    for tool in ("watch_overflow", "suggest"):
-        assert not [row["model"] for row in healthy if row[tool]["verdict"] != "right"]

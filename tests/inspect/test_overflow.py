@@ -83,7 +83,7 @@ def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         for _ in range(3):
             iterate(mse(model, BATCH), optimizer)
-    for part in ("loss scale of 1:", "'first'", "keep_fp32", "bfloat16", "learning rate", "mpinit.suggest"):
+    for part in ("loss scale of 1:", "'first'", "keep_fp32", "bfloat16", "learning rate"):
         assert part in str(caught.value)
     assert "keep_fp32=['first']" not in str(caught.value), "the culprit is 'steep', which has no parameter"
 
@@ -166,7 +166,7 @@ def test_masks_of_minus_infinity_are_no_fault() -> None:
     mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
     with mpinit.watch_overflow(model) as watch:
         backward(model(torch.randn(2, 5, 8), src_mask=mask).square().mean(), optimizer)
-    assert watch.first is None and str(watch) == "nothing left the range"
+    assert watch.first is None and str(watch).startswith("no overflow in this batch: ")
 
 
 class Masked(nn.Module):
@@ -210,7 +210,7 @@ def test_infinite_intermediate_of_a_backward_formula_is_no_fault(harmless: Any, 
     with mpinit.watch_overflow(model) as watch:
         backward(mse(model, BATCH), optimizer)
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-    assert watch.first is None and str(watch) == "nothing left the range"
+    assert watch.first is None and str(watch).startswith("no overflow in this batch: ")
 
 
 def test_culprit_is_named_and_not_an_earlier_harmless_infinity() -> None:
@@ -274,7 +274,7 @@ def test_float32_behind_16_bit_is_not_said_to_be_innocent() -> None:
     with mpinit.watch_overflow(model) as watch:
         model(torch.ones(2, 6))
     assert (watch.kind, watch.first_module) == ("float32", "1")
-    assert "precision is not at fault" not in str(watch) and "mpinit.suggest" in str(watch)
+    assert "precision is not at fault" not in str(watch) and "a run at O0 shows" in str(watch)
 
 
 def test_results_are_the_same_bits_and_hooks_go_also_after_an_exception() -> None:

@@ -34,8 +34,7 @@ FUNCTIONS = {
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {
-    *("audit", "changes", "explain", "fidelity"),
-    *("overflow_report", "suggest", "watch_overflow"),
+    *("audit", "explain", "fidelity", "overflow_report", "watch_overflow"),
 }
 
 SIGNATURES = {
@@ -347,11 +346,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "step_counts": (lambda model: mpinit.step_counts(sgd(model)), RuntimeError, "was not initialised"),
     "overflow_report": (lambda model: mpinit.overflow_report(sgd(model)), RuntimeError, "was not initialised"),
     "audit": (lambda model: mpinit.audit(sgd(model)), TypeError, "audit needs a module and an optimizer, not SGD"),
-    "suggest": (
-        lambda model: mpinit.suggest(model, sgd(model), lambda *_: None, levels=()),
-        ValueError,
-        "levels",
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Models with a fault planted in them, made by a generator with a fixed seed: what a doctor has to name."""
+"""Models with a fault planted in them, made by a generator with a fixed seed: what a report has to name."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ SITES = {
     "transformer": ("embedding", "layer.linear1", "layer", "head"),
     "unet": ("down.0", "middle.1", "up", "head"),
 }
-KINDS = ("overflow", "underflow", "forced", "frozen", "buffer", "cast", "data", "float32")
+KINDS = ("overflow", "forced", "cast", "data", "float32")
 
 
 class Plant(nn.Module):
@@ -65,30 +65,9 @@ def log_of_zero(x: Tensor, size: float) -> Tensor:
     return x + (torch.log(nothing) * nothing).to(x.dtype)
 
 
-class _SmallGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * ctx.factor, None
-
-
-def vanishing(x: Tensor, size: float) -> Tensor:
-    """Lets next to nothing of the gradient through."""
-    return _SmallGradient.apply(x, size)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def gain() -> nn.Module:
     """A norm's weight at 1.0."""
     return Parts(lambda self, x: x * self.weight, weight=nn.Parameter(torch.ones(())))
-
-
-def table(size: float) -> nn.Module:
-    """Multiplies by a table that float16 cannot hold, and divides again."""
-    return Parts(lambda self, x: x * (self.table * (1 / size)), table=nn.Buffer(torch.tensor([size])))
 
 
 @dataclass
@@ -112,8 +91,8 @@ class Planted:
     def case(self) -> Case:
         return CASES[self.network]
 
-    def step(self, model: Any, optimizer: Any) -> Tensor:
-        """What ``suggest`` runs."""
+    def step(self, model: Any) -> Tensor:
+        """Compute the loss of the batch."""
         return self.case.loss(model(self.batch[0]), self.batch[1])
 
     def __str__(self) -> str:
@@ -132,7 +111,7 @@ def planted(count: int, kinds: tuple[str, ...] = KINDS, seed: int = 13) -> Itera
             continue
         plant = _plant(kind, rng)
         _insert(model, site, plant)
-        where = {"underflow": f"{site}.0", "buffer": f"{site}.1.table"}.get(kind, f"{site}.1")
+        where = f"{site}.1"
         if kind == "frozen":
             where = ",".join(sorted(name for name, p in model.named_parameters() if bool((p == 1).all())))
         yield Planted(number, kind, network, site, where, model, batch)
@@ -147,10 +126,8 @@ def _plant(kind: str, rng: random.Random) -> nn.Module:
                 Plant(summed, 10 ** rng.uniform(3.9, 4.1)),
             ]
         ),
-        "underflow": lambda: Plant(vanishing, 10 ** rng.uniform(-7, -6.3)),
         "forced": lambda: Plant(forced, 10 ** rng.uniform(3.5, 3.9)),
         "frozen": gain,
-        "buffer": lambda: table(10 ** rng.uniform(6, 9)),
         "cast": lambda: Plant(cast_badly, 10 ** rng.uniform(5, 8)),
         "float32": lambda: Plant(log_of_zero),
     }
