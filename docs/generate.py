@@ -21,9 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cast_policy
-import gradient_states
 import keyword_types
-import messages
 
 import mpinit
 from mpinit import cli
@@ -196,8 +194,6 @@ MADE: Final = {
     "reference/properties.md": properties,
     "reference/cli.md": command_line,
     "reference/cast-policy.md": cast_policy.page,
-    "reference/gradient-states.md": gradient_states.page,
-    "reference/all-messages.md": messages.page,
     "../mpinit/settings/keywords.py": keyword_types.page,
     "../mpinit/initialization.py": keyword_types.initialization,
 }

@@ -50,10 +50,6 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     log.setLevel(level)
 
 
-def test_the_minimal_example_is_minimal() -> None:
-    assert len((EXAMPLES / "minimal.py").read_text(encoding="utf-8").splitlines()) < 60
-
-
 def check_minimal(level: str, output: str) -> None:
     first, resumed = output.splitlines()
     start, end = (float(part.split()[0].strip(",")) for part in first.split("loss ", 1)[1].split(" -> "))
@@ -160,15 +156,6 @@ def test_optimizers_of_a_package_come_to_the_loss_of_float32(script) -> None:  #
         assert abs(split - exact) < abs(alone - exact) or name == "SOAP", name
         assert near < far / (1 if name == "SOAP" else 4), name
     assert shown("examples/README.md", "[other_optimizers.py]") == words(output, NUMBERS)
-
-
-def test_the_index_names_every_example_and_shows_pictures_that_there_are() -> None:
-    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^## \[(\w+\.py)\]\(\1\)", index, flags=re.MULTILINE))
-    assert named == {path.name for path in EXAMPLES.glob("*.py")}
-    pictures = re.findall(r"^!\[.+\]\((.+)\)$", index, flags=re.MULTILINE)
-    assert len(pictures) == 3
-    assert all((EXAMPLES / picture).is_file() for picture in pictures)
 
 
 # Every module is imported here, Lightning's plug too.

@@ -1,16 +1,8 @@
-"""The pages: links, figures, messages and the map for contributors.
+"""The pages: snippets run, links lead somewhere, generated parts and measured figures are up to date."""
 
-Below the public face: pages are compared with the tables that they are generated from.
-"""
-
-import functools
-import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +13,10 @@ from frameworks import NEEDED_BY_MARK, let_torchvision_load, marks_for, names_fo
 from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
-import mpinit.plan
 from mpinit import cli
-from mpinit.basics import logs
 from mpinit.torch_internals import native as native_code
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs"))
-
-import messages  # noqa: E402
-
 let_torchvision_load()
 PACKAGE, DOCS, README = ROOT / "mpinit", ROOT / "docs", ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
@@ -65,7 +51,7 @@ def process_group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[No
 
 
 def test_every_block_is_found() -> None:
-    assert len(ALL) == sum(blocks(page) for page in PAGES if page.name not in APART) > 35
+    assert len(ALL) == sum(blocks(page) for page in PAGES if page.name not in APART)
 
 
 # Lightning's data loading asks torch's pytree so, and would like processes of its own.
@@ -95,7 +81,7 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(
 
 def test_every_output_follows_a_snippet() -> None:
     marks = sum(text.count(PRINTS) for text in TEXTS.values())
-    assert marks == sum(snippet.printed is not None for snippet in ALL) >= 3
+    assert marks == sum(snippet.printed is not None for snippet in ALL)
 
 
 def gone_before(snippet: Snippet) -> list[Snippet]:
@@ -104,17 +90,6 @@ def gone_before(snippet: Snippet) -> list[Snippet]:
     for earlier in EXAMPLES[: EXAMPLES.index(snippet) + 1]:
         found = [*found, earlier] if earlier.mark == "goes on" else [earlier]
     return found[:-1]
-
-
-def test_a_tutorial_can_be_typed_from_top_to_bottom() -> None:
-    tutorial = [snippet for snippet in EXAMPLES if snippet.page.stem == "from-float32-to-o2"]
-    assert gone_before(tutorial[-1]) == tutorial[:-1] and len(tutorial) == 5
-
-
-@BY_PAGE
-def test_code_fits_a_window(page: Path) -> None:
-    code = re.findall(r"^```(?:python|bash)$(.*?)^```$", TEXTS[page], re.M | re.S)
-    assert not [line for block in code for line in block.splitlines() if len(line) > 100]
 
 
 @pytest.mark.parametrize("name", sorted(GENERATOR["MADE"]))
@@ -130,13 +105,6 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     assert not public - listed
     plugs = {path.stem for path in (PACKAGE / "integrations").glob("*.py")} - {"__init__"}
     assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
-
-
-def test_every_row_of_the_reference_page_leads_to_a_heading_of_its_own() -> None:
-    page = TEXTS[DOCS / "reference/api.md"]
-    led_to = re.findall(r"^\| \[`\w+`\]\(#(\S+)\)", page, re.M)
-    headings = [title.lower().replace(" ", "-") for title in re.findall(r"^### (.+)$", page, re.M)]
-    assert led_to == headings and len(set(led_to)) == len(led_to) > 40
 
 
 def links(page: Path) -> set[Path]:
@@ -182,47 +150,11 @@ def test_a_command_has_the_options_that_a_page_gives_it(command: str) -> None:
     assert cli._parser().parse_args(own).command == own[0]
 
 
-def test_commands_are_found() -> None:
-    assert {command.split()[0] for command in COMMANDS} == set(cli.COMMANDS)
-
-
-def test_the_readme_is_short() -> None:
-    assert len(TEXTS[README].splitlines()) <= 200
-
-
-def test_the_first_screen_answers_what_it_is_for() -> None:
-    screen = "\n".join(TEXTS[README].splitlines()[:40])
-    for part in (
-        'mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")',
-        "weights that never moved",
-        "with masters, all of it",
-        "mpinit audit",
-        '`opt_level="O2"`',
-        "apex",
-    ):
-        assert part in screen, part
-
-
 def test_a_decay_of_0_999_does_not_change_a_bfloat16_average() -> None:
     weight, average = torch.tensor([1.01], dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     assert torch.equal(average.clone().mul_(0.999).add_(weight, alpha=0.001), average)
     with pytest.raises(RuntimeError, match="expected dtype float for `end` but got dtype c10::BFloat16"):
         average.float().lerp_(weight, 0.001)
-
-
-def test_the_home_has_eight_entries_and_leaves_the_list_of_messages_to_searches() -> None:
-    home = TEXTS[DOCS / "index.md"]
-    assert len(re.findall(r"^\| [a-z].* \| \[.*\]\(", home, re.M)) == 8
-    toctrees = "".join(re.findall(r"```\{toctree\}(.*?)```", home, re.S))
-    assert "all-messages" not in toctrees and "(reference/all-messages.md)" in home
-    assert TEXTS[DOCS / "reference/all-messages.md"].startswith("---\norphan: true\n---\n")
-
-
-def test_the_decision_tree_asks_eight_questions_and_the_glossary_is_sorted() -> None:
-    questions = re.findall(r"^## (\d)\. .*\?$", TEXTS[DOCS / "which-do-i-need.md"], re.M)
-    assert questions == list("12345678")
-    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", TEXTS[DOCS / "reference/glossary.md"], re.M)
-    assert len(terms) >= 20 and terms == sorted(terms, key=str.lower)
 
 
 def anchors(page: Path) -> set[str]:
@@ -246,12 +178,6 @@ def test_the_tour_runs_from_top_to_bottom_as_the_package_check_runs_it() -> None
     exec(compile(source, "README's tour", "exec"), {"__name__": "__main__"})
 
 
-def test_a_framework_takes_six_lines() -> None:
-    frameworks = [snippet for snippet in EXAMPLES if snippet.page == README and "mpinit.integrations" in snippet.source]
-    assert len(frameworks) == 3
-    assert all(len(snippet.source.splitlines()) <= 6 for snippet in frameworks)
-
-
 def cell(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).removeprefix("torch.")
 
@@ -270,100 +196,6 @@ def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
     makefiles = "".join((ROOT / name).read_text("utf-8") for name in ("Makefile", "benchmarks/bench.mk"))
     named = re.findall(r"\bmake ([a-z-]+)", TEXTS[README] + (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert not set(named) - {name for line in re.findall(r"^[\w -]+(?=:)", makefiles, re.M) for name in line.split()}
-
-
-ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", TEXTS[DOCS / "reference/messages.md"], re.MULTILINE)
-BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
-
-# What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
-WITHOUT_A_TEXT = {
-    "basics/patching.py: _raise_first: note",
-    "cli/convert.py: _checked: ValueError",
-    "cli/explain.py: load: ValueError",
-    "compat/apex/amp/frontend.py: load_state_dict: ValueError",
-    "settings/properties.py: build: ValueError",
-    "settings/resolve.py: _level_of: ValueError",
-    "settings/resolve.py: _read_toml: OSError",
-    "settings/resolve.py: read_settings: ValueError",
-    "torch_internals/traced_writes.py: _refuse: RuntimeError",  # the text is of break_graph_if_written's caller
-}
-
-
-@functools.cache
-def collected() -> list[messages.Message]:
-    """The messages of the code, which takes a second."""
-    return messages.collect()
-
-
-def sites() -> set[str]:
-    """Modules and functions that raise or warn, and yield no message to the page."""
-    found = set()
-    for path in sorted(messages.PACKAGE.rglob("*.py")):
-        names = messages.names_of(path)
-        for scope in messages.functions_of(messages.parsed(path)):
-            for kind, argument in messages.raised(scope):
-                if not any(map(messages.has_text, messages.texts(argument, names.inside(scope)))):
-                    found.add(f"{path.relative_to(messages.PACKAGE).as_posix()}: {scope.name}: {kind}")
-    return found
-
-
-def test_every_error_and_warning_has_a_text_on_the_page() -> None:
-    assert sites() == WITHOUT_A_TEXT
-
-
-def test_every_folder_with_messages_has_a_heading() -> None:
-    rooms = {room for names in messages.ROOMS.values() for room in names}
-    assert {message.module.split("/")[0] for message in collected()} <= rooms
-    assert len(collected()) > 200
-
-
-def pattern(text: str) -> str:
-    """What a row shows, as a search in the messages: its dots and numbers stand for anything."""
-    parts = re.split(r"\.\.\.|\b\d+\b|\bAdam\b|\bDistributedDataParallel\b", text)
-    return ".*?".join(map(re.escape, parts))
-
-
-@pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_explained_messages_exist_in_the_code(beginning: str) -> None:
-    assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in collected())
-
-
-def test_explained_messages_are_found() -> None:
-    assert len(BEGINNINGS) >= 20
-
-
-def test_generator_reads_its_own_tree(tmp_path: Path) -> None:
-    (tmp_path / "mpinit.py").write_text("raise AssertionError('the package of another tree')\n", "utf-8")
-    made = "import runpy, sys; print(runpy.run_path(sys.argv[1], run_name='generate')['mpinit'].__file__)"
-    paths = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", made, str(ROOT / "docs/generate.py")]
-    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, cwd=tmp_path, check=False)
-    assert found.stdout.strip() == str(ROOT / "mpinit/__init__.py"), found.stderr
-
-
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATHS = sorted(set(re.findall(r"\b(?:mpinit|tests|configs)/[\w/.]*|\b[A-Z]+\.md\b", TEXT)))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_every_folder_and_file_on_the_map_exists(path: str) -> None:
-    target = ROOT / path.rstrip(".")
-    assert target.is_dir() if path.endswith("/") else target.exists()
-
-
-def test_every_name_exists() -> None:
-    assert {"MasterWeightsMode", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
-    assert mpinit.plan.MasterWeightsMode and logs.warn_user and mpinit.plan.ScalingRule
-
-
-def test_every_folder_is_on_the_map() -> None:
-    rooms = {init.parent.name for init in PACKAGE.glob("*/__init__.py")}
-    assert not {room for room in rooms if f"mpinit/{room}/" not in TEXT}
-
-
-def test_contributing_is_one_page_linked_from_the_readme() -> None:
-    assert len(TEXT.splitlines()) <= 75
-    assert "](CONTRIBUTING.md)" in TEXTS[README]
 
 
 needs("sklearn")
@@ -409,9 +241,3 @@ FIGURES = {
 @pytest.mark.parametrize("made", FIGURES)
 def test_tables_of_what_was_measured_are_those_of_the_files(made: str, figures: dict[str, Any]) -> None:
     assert figures[made]().strip() in TEXTS[FIGURES[made]], "run: python docs/figures.py"
-
-
-def test_audit_predictions_cover_20_optimizers_at_4_rates() -> None:
-    found = json.loads((DOCS / "measured" / "audit.json").read_text(encoding="utf-8"))
-    assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
-    assert found["mean error"] < 0.02

@@ -5,8 +5,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import mpinit
 
 ROOT = Path(__file__).parents[2]
@@ -84,14 +82,3 @@ def test_files_are_unpickled_with_weights_only_unless_the_user_trusts_them() -> 
     ]
     assert sorted(re.findall(r"weights_only=(.+)\)", "\n".join(loads))) == ["True", "not trusts"]
     assert len(loads) == 2
-
-
-@pytest.mark.parametrize("name", ["ISSUE_TEMPLATE/wrong_result.md", "ISSUE_TEMPLATE/proposal.md"])
-def test_a_form_for_issues_has_the_head_that_shows_it(name: str) -> None:
-    text = (ROOT / ".github" / name).read_text(encoding="utf-8")
-    assert re.match(r"---\nname: .+\nabout: .+\n---\n", text)
-
-
-def test_no_address_is_invented() -> None:
-    for path in (ROOT / "SECURITY.md", ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.md")):
-        assert not re.findall(r"https?://|@\w+\.", path.read_text(encoding="utf-8")), path

@@ -3,9 +3,7 @@
 Below the public face: every cell of the table of states is tried, which no single loop reaches.
 """
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,45 +16,13 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit import registry
-from mpinit.optimizer.gradient_state import EMPTY, TABLE, Phase
+from mpinit.optimizer.gradient_state import EMPTY, Phase
 
 pytestmark = pytest.mark.device
 
-DOCS = Path(__file__).parents[2] / "docs"
-MADE = runpy.run_path(str(DOCS / "gradient_states.py"))
 BATCH, OTHER = batches(2)
 
 E, S, U, D, K = (phase.name for phase in (Phase.EMPTY, Phase.SCALED, Phase.UNSCALED, Phase.USED, Phase.SKIPPED))
-IN, BY, NEST, OF = (
-    f"error: {name}" for name in ("inside a block", "scaled by a GradScaler", "nested block", "other scaler")
-)
-# In the order of: EMPTY; SCALED in a block, by a GradScaler, by another one; UNSCALED; USED; SKIPPED.
-EXPECTED: dict[str, list[str]] = {
-    "`scale_loss` is entered": [S, NEST, BY, BY, S, S, S],
-    "`scale_loss` is exited": [U, U, U, U, U, U, U],
-    "a loss has reached no parameter": [E, S, S, S, U, D, K],
-    "`GradScaler.scale`": [S, IN, S, OF, S, S, S],
-    "`GradScaler.unscale_`": [U, IN, U, OF, U, U, U],
-    "a step, `master_params` or the like reads them": [E, IN, BY, BY, U, D, K],
-    "a step checks them again": [E, IN, BY, BY, U, D, K],
-    "a step does not read their check": [E, IN, BY, BY, U, D, K],
-    "ranks agree": [E, IN, BY, BY, U, D, K],
-    "they are found cleared": [E, S, E, E, E, E, E],
-    "a step is done": [D, IN, BY, BY, D, D, D],
-    "a step is skipped": [K, IN, BY, BY, K, K, K],
-    "`add_optimizers` includes them": [E, IN, BY, BY, U, D, K],
-    "an error drops them": [E, E, E, E, E, E, E],
-}
-
-
-@pytest.mark.parametrize("event", TABLE)
-def test_every_phase_with_every_event(event: str) -> None:
-    assert [MADE["cell"](state, event) for state in MADE["STATES"].values()] == EXPECTED[event]
-
-
-def test_every_event_and_phase_is_in_the_table() -> None:
-    assert set(EXPECTED) == set(TABLE)
-    assert {state.phase for state in MADE["STATES"].values()} == set(Phase)
 
 
 def test_a_state_is_frozen() -> None:

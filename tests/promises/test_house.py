@@ -1,31 +1,23 @@
-"""Structure of the package: sizes of classes, layers of imports, numbers of files and calls.
+"""Structure of the package: layers of imports, cycles, constructors, interfaces.
 
 Below the public face: the package's own structure is tested.
 """
 
 import ast
 import dataclasses
-import functools
-import gc
 import importlib
 import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
-import torch
 from frameworks import framework_of, let_torchvision_load
-from torch import nn
 
 import mpinit
-from mpinit.basics.modules import ModelIndex
-from mpinit.basics.patching import undo_dropped
 
 # Every module is imported here, Lightning's plug too.
 let_torchvision_load()
@@ -57,26 +49,6 @@ def test_no_constructor_has_more_than_5_arguments() -> None:
             if len(arguments) > 5 and not cls.__module__.startswith("mpinit.compat."):
                 found.add(f"{cls.__module__}.{cls.__qualname__}")
     assert not found
-
-
-# Classes of more than 20 methods: entries are removed as these are split.
-TOO_LARGE: set[str] = set()
-
-
-def test_no_class_of_the_core_has_more_than_20_methods() -> None:
-    """Count methods; a property and its setter are one."""
-    faces = tuple(f"mpinit.{name}." for name in ("cli", "compat", "integrations"))
-    found = set()
-    for cls in classes():
-        written = [
-            name
-            for name, member in vars(cls).items()
-            if isinstance(member, (property, functools.cached_property, classmethod, staticmethod))
-            or (inspect.isfunction(member) and member.__code__.co_filename == inspect.getsourcefile(cls))
-        ]
-        if len(written) > 20 and not cls.__module__.startswith(faces):
-            found.add(f"{cls.__module__}.{cls.__qualname__}")
-    assert found == TOO_LARGE
 
 
 def test_no_interface_has_a_single_implementer() -> None:
@@ -280,150 +252,3 @@ def test_core_never_calls_print(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert "print" not in calls
-
-
-def files_entered(function: Callable[[], Any]) -> set[str]:
-    """Return the files of the library in which a call runs functions."""
-    return set(calls_made(function))
-
-
-def calls_made(function: Callable[[], Any]) -> list[str]:
-    """Return for each call of a function of the library the file that it is in."""
-    found = []
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            found.append(frame.f_code.co_filename.removeprefix(str(PACKAGE)))
-
-    gc.collect()
-    undo_dropped()  # sessions of other tests
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return found
-
-
-def blocks(count: int) -> nn.Module:
-    """Make ``count`` blocks of a layer, its norm and its activation."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(count)))
-
-
-@pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 23, 8), ("O2", 38, 23), ("O5", 38, 23)])
-def test_initialize_iteration_and_forward_run_code_of_few_files(level: str, set_up: int, iteration: int) -> None:
-    model = blocks(6)
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(4, 8)
-
-    def train() -> None:
-        with mpinit.scale_loss(model(inputs).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    # The first initialize of a process runs code that later ones do not.
-    mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level=level))
-    found = files_entered(lambda: mpinit.initialize(model, optimizer, opt_level=level))
-    assert len(found) <= set_up, sorted(found)
-    for _ in range(3):
-        train()
-    found = files_entered(train)
-    assert len(found) <= iteration, sorted(found)
-    assert len(files_entered(lambda: model(inputs))) <= 8
-    mpinit.undo(model)
-
-
-def twelve_layers() -> nn.Module:
-    """Make 12 times a layer, its norm and its activation: 36 modules and 48 weights."""
-    return nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())))
-
-
-def walks_over(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record every call from now on that iterates over the modules or tensors of ``model``."""
-    walks: list[str] = []
-
-    def record(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if any(arg is model for arg in args):
-                walks.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, recorded)
-
-    for name in ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers", "children"):
-        record(nn.Module, name)
-    record(ModelIndex, "_walk")
-    for name in list(sys.modules):
-        if name.startswith("mpinit.") and hasattr(sys.modules[name], "modules_of"):
-            record(sys.modules[name], "modules_of")
-    return walks
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize("keywords", [{}, {"keep_fp32": ["3", "*.bias"]}, {"master_weights": "model"}], ids=str)
-def test_initialize_walks_over_a_model_at_most_three_times(
-    level: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if level in ("O0", "O1") and "master_weights" in keywords:
-        pytest.skip("the weights are float32")
-    model = twelve_layers()
-    model.register_buffer("table", torch.randn(8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    walks = walks_over(model, monkeypatch)
-    mpinit.initialize(model, optimizer, opt_level=level, **keywords)  # type: ignore[arg-type]
-    assert 1 <= len(walks) <= 3, walks
-    monkeypatch.undo()
-    mpinit.undo(model)
-
-
-@pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_calls_of_a_float32_weights_block_do_not_grow_with_the_model(opt_level: str) -> None:
-    """Compare 5 with 15 layers: a loop that averages weights enters such a block in each iteration."""
-
-    def block() -> None:
-        with mpinit.float32_weights(model):
-            pass
-
-    calls = []
-    for count in (5, 15):
-        model = blocks(count)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, opt_level=opt_level)
-        for _ in range(2):  # the first block makes what the others use
-            with mpinit.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            block()
-        calls.append(len(calls_made(block)))
-    assert calls[0] == calls[1]
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"opt_level": "O2"},
-        {"opt_level": "O3"},
-        {"opt_level": "O5"},
-        {"opt_level": "O5", "master_weights": "split"},
-        {"opt_level": "O2", "master_weights": "model"},
-    ],
-    ids=str,
-)
-def test_state_dict_makes_at_most_10_calls_a_tensor(keywords: dict[str, Any]) -> None:
-    calls, tensors = [], []
-    for count in (5, 15):
-        model = blocks(count)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, **keywords)
-        with mpinit.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        tensors.append(len(model.state_dict()))
-        calls.append(len(calls_made(model.state_dict)))
-    assert (calls[1] - calls[0]) / (tensors[1] - tensors[0]) <= 10
