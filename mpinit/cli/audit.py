@@ -1,17 +1,16 @@
 """``mpinit audit``: dtypes and bytes of weights, gradients and states, and weights that updates cannot change."""
 
 import argparse
-import json
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import parse_dtype
-from ..inspect.audit import PARAMETER_NUMBERS, audit
+from ..inspect.audit import audit
 from .explain import load, make
-from .output import show_json, show_table, show_text
-from .script import is_script, run_until_first_steps
+from .script import run_until_first_steps
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="pkg.mod:factory, without arguments; returns a model, or model and optimizer. Or SCRIPT.py ARGUMENT ..., "
         "which runs until its optimizers' first steps; options of this command come before it",
     )
-    parser.add_argument("--optimizer", metavar="NAME", help="where SPEC returns none, such as adamw or pkg.mod:Name")
+    parser.add_argument("--optimizer", metavar="NAME", help="such as adamw or pkg.mod:Name; replaces that of SPEC")
     parser.add_argument(
         "--lr", type=float, metavar="RATE", help="learning rate of --optimizer. Default: that class's default"
     )
@@ -35,8 +34,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit the model and show the report."""
-    if is_script(arguments.factory):
-        model, optimizer = _from_script(arguments)
+    model: nn.Module
+    optimizer: Any
+    if arguments.factory.endswith(".py"):
+        options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
+        if options:
+            raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; omit it")
+        model, optimizer = run_until_first_steps(arguments.factory, arguments.rest)
     else:
         if arguments.lr is not None and arguments.optimizer is None:
             raise ValueError(
@@ -47,23 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
     if arguments.optimizer is not None:
+        if optimizer is not None:
+            replaced = type(optimizer).__name__
+            print(f"--optimizer {arguments.optimizer} replaces the {replaced} of {arguments.factory}", file=sys.stderr)
         optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
     report = audit(model, optimizer)
-    if arguments.json:
-        show_json(json.loads(report.to_json()))
-        return 0
-    parameters, sizes = report.tables()
-    show_table("What is stored, what moves least first", *parameters, numbers=PARAMETER_NUMBERS)
-    show_table("Memory in training", *sizes, numbers=range(1, 6))
-    show_text(report.advice)
+    print(report.to_json() if arguments.json else report)
     return 0
-
-
-def _from_script(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
-    options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
-    if options:
-        raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; omit it")
-    return run_until_first_steps(arguments.factory, arguments.rest)
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
@@ -71,7 +65,7 @@ def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> to
     known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
     kind = load(name) if ":" in name else known.get(name.lower())
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ValueError(f"{name!r} is no optimizer of torch.optim, such as sgd or adamw; others are pkg.mod:Name")
+        raise ValueError(f"{name!r} is not an optimizer of torch.optim, such as adamw; name others as pkg.mod:Name")
     make_it: Any = kind
     optimizer: torch.optim.Optimizer = make_it(model.parameters(), **({} if rate is None else {"lr": rate}))
     return optimizer

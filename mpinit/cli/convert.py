@@ -5,49 +5,28 @@ All three are dicts with the state dicts of a model and an optimizer. They diffe
 - the key of the loss scale: "amp" for apex, "scaler" for torch.amp, "mpinit" for mpinit;
 - its form: torch.amp has the state of a GradScaler;
 - the step counts: apex's fused optimizers have them in their groups, torch's in each parameter's state.
-
-Other libraries' files have a loss scale under keys of their own, or inside another dict: it is found by its form.
 """
 
 import argparse
+import copy
+import json
+import math
 import os
 import pickle
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from ..scaling.scaler import check_state
-from .output import show_json, show_text
-from .state_dicts import StateDicts, is_optimizer
+from ..basics.dtypes import is_lower_precision
+from ..basics.tables import counted
 
-FORMATS: Final = ("mpinit", "apex", "torch")
-
-_SCALER_KEY: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
-# Under these keys the state of scalers is removed when it is written in another form.
-_SCALER_KEYS: Final = ("mpinit", "amp", "scaler", "grad_scaler", "loss_scaler")
-_DEEPEST: Final = 6
-# The keys by which the state of a torch.amp.GradScaler is known.
-_GRAD_SCALER_FORM: Final = ("scale", "_growth_tracker")
+# The forms, and the key of the loss scale in each.
+FORMATS: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
 _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-
-
-class _Scaler(NamedTuple):
-    """A loss scaler in a file.
-
-    Attributes:
-        state: its state in mpinit's form.
-        growth: what a torch.amp.GradScaler's state has besides, if the file has it.
-    """
-
-    state: dict[str, Any]
-    growth: dict[str, Any]
-
-
-_Scales = dict[str, _Scaler]
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="IN", help="the file to read")
     parser.add_argument("target", metavar="OUT", help="the file to write")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="whose form it gets")
+    parser.add_argument("--to", required=True, choices=tuple(FORMATS), help="whose form it gets")
     parser.add_argument("--loss-id", type=int, default=0, metavar="N", help="which loss's scale torch gets. Default 0")
     parser.add_argument("--force", action="store_true", help="overwrite OUT where there is one")
     parser.add_argument(
@@ -75,12 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     # lexists, because a broken symbolic link exists too.
     if os.path.lexists(target) and not arguments.force:
         raise ValueError(f"{target} exists already; use another name, or --force")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name!r} in")
     result, changes = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
     _write(result, target)
     if arguments.json:
-        show_json({"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": changes})
+        found = {"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": changes}
+        print(json.dumps(found, indent=1))
     else:
-        show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
+        print("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
     return 0
 
 
@@ -91,16 +73,16 @@ def _read(source: Path, trusts: bool) -> Any:
         # torch.save writes a zip archive, and wrote a pickle before.
         is_checkpoint = file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
     if not is_checkpoint:
-        raise ValueError(f"{source} is no checkpoint: it was not written by torch.save")
+        raise ValueError(f"{source} is not a checkpoint: it was not written by torch.save")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how it was pickled, which is not the reader's doing
             return torch.load(source, map_location="cpu", weights_only=not trusts)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         if isinstance(error, pickle.UnpicklingError) and not trusts:
-            more = "contains more than tensors and plain values; if you trust it, --trust reads it all the same"
+            more = "contains pickled objects; pass --trust to load it anyway (runs arbitrary code)"
             raise ValueError(f"{source} {more}") from None
-        raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
+        raise ValueError(f"{source} is not a checkpoint that torch.save wrote: {error}") from None
 
 
 def _write(result: dict[str, Any], target: Path) -> None:
@@ -124,152 +106,99 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         The new checkpoint, and a line for each change.
     """
     if not isinstance(checkpoint, Mapping):
-        raise ValueError(
-            f"the file contains {type(checkpoint).__name__}, not a dict with a model and an optimizer in it"
-        )
+        raise ValueError(f"the file contains {type(checkpoint).__name__}, not a dict with a model and an optimizer")
     result, changes = dict(checkpoint), list[str]()
-    scales = _pop_scales(result, changes)
-    states = StateDicts(changes)
-    result = states.convert(result)
-    if not scales and not states.are_found:
-        raise ValueError(
-            "found no loss scale, model or optimizer in the file to convert; its keys are "
-            f"{', '.join(map(repr, checkpoint)) or 'none'}"
-        )
-    if scales:
-        key = _SCALER_KEY[to]
-        _check_free(result, key)
-        result[key] = _written(scales, to, loss_id, changes)
+    # A scaler that was disabled saves an empty dict.
+    found = [form for form, key in FORMATS.items() if checkpoint.get(key)]
+    if len(found) > 1:
+        keys = " and ".join(repr(FORMATS[form]) for form in found)
+        raise ValueError(f"the file has loss scales under {keys}: delete the entries that are not to be converted")
+    scale = None if not found else result.pop(FORMATS[found[0]])
+    for key, value in result.items():
+        result[key] = _in_float32(value, key, changes)
+    if scale is None and not changes and not any(isinstance(value, Mapping) for value in checkpoint.values()):
+        keys = ", ".join(map(repr, checkpoint)) or "none"
+        raise ValueError(f"found no loss scale, model or optimizer in the file to convert; its keys are {keys}")
+    if scale is None:
+        keys = ", ".join(map(repr, FORMATS.values()))
+        changes.append(f"no loss scale under any of {keys}: start with a fresh one")
     else:
-        changes.append(
-            "no loss scale found, under any key: do not call mpinit.load_state_dict, or start with a fresh scaler"
-        )
+        result[FORMATS[to]] = _rescaled(scale, found[0], to, loss_id, changes)
     return result, changes
 
 
-def _check_free(result: Mapping[str, Any], key: str) -> None:
-    """Refuse to replace an entry that is not the loss scale which is converted. That of a disabled scaler is empty."""
-    value = result.get(key)
-    if value is not None and not (isinstance(value, Mapping) and not value):
+def _in_float32(value: Any, place: str, changes: list[str]) -> Any:
+    """Return an entry with its 16-bit tensors widened, and with step counts where torch's optimizers have them."""
+    if isinstance(value, Mapping) and "fp32_from_fp16" in value:
         raise ValueError(
-            f"the file has an entry {key!r} already, which is not the loss scale that was found, and the loss scale is "
-            f"written there: load the file, rename {key!r}, save it by torch.save, and convert that file"
+            f"{place!r} is apex's FP16_Optimizer, whose masters are the model's weights: copy the tensors of its "
+            "['fp32_from_fp16'], group by group, into the parameters of a float32 model, and save "
+            "model.state_dict() and its ['optimizer_state_dict']"
         )
+    if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
+        return _with_steps(value, place, changes)
+    if type(value) not in (list, tuple) and not isinstance(value, dict):
+        return value
+    entries: dict[Any, Any] = dict(value.items() if isinstance(value, dict) else enumerate(value))
+    lower = [key for key, x in entries.items() if isinstance(x, torch.Tensor) and is_lower_precision(x.dtype)]
+    if lower:
+        named = f"{counted(len(lower), 'tensor was', 'tensors were')} 16-bit, the first {lower[0]!r}"
+        changes.append(f"{place}: {named}; widened to float32")
+    for key, x in entries.items():
+        entries[key] = x.detach().float() if key in lower else _in_float32(x, f"{place}[{key!r}]", changes)
+    if not isinstance(value, dict):
+        return type(value)(entries.values())
+    # Copied for its class and its _metadata, by which torch upgrades the entries of old modules.
+    result = copy.copy(value)
+    result.update(entries)
+    return result
 
 
-def _pop_scales(result: dict[str, Any], changes: list[str]) -> _Scales:
-    """Return the loss scalers' states of a checkpoint, wherever they lie, in mpinit's form.
-
-    Those under a key of apex, torch.amp or mpinit are removed; others stay for the library that reads them.
-    """
-    for key in _SCALER_KEYS:
-        found = _scales_of(result.get(key), repr(key))
-        if found:
-            del result[key]
-            return found
-    places = list(_found_in(result, ""))
-    distinct: _Scales = {}
-    for place, states in places:
-        for scaler in states.values():
-            distinct[f"loss_scaler{len(distinct)}"] = scaler
-        scales = _shown(states)
-        names = ", ".join(list(distinct)[-len(states) :])
-        changes.append(f"loss scale {scales} found at {place}" + (f", as {names}" if len(places) > 1 else ""))
-    return distinct
+def _with_steps(state: Mapping[str, Any], place: str, changes: list[str]) -> Mapping[str, Any]:
+    """Copy the step counts of apex's fused optimizers, which are in the groups, to each parameter's state."""
+    per_parameter = dict(state["state"])
+    steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
+    lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
+    if not lacking:
+        return state
+    for index in lacking:
+        count = torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu")
+        per_parameter[index] = {**per_parameter[index], "step": count}
+    receivers = counted(len(lacking), "parameter")
+    changes.append(f"{place}: the step in the groups, as apex's fused optimizers have it, copied to {receivers}")
+    return {**state, "state": per_parameter}
 
 
-def _found_in(value: Any, place: str, depth: int = _DEEPEST) -> Iterator[tuple[str, _Scales]]:
-    """Yield every place in a tree of dicts and lists where the state of scalers lies, and the states."""
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, entry in items if depth else ():
-        here = f"{place}[{key!r}]"
-        found = _scales_of(entry, here)
-        if found:
-            yield here, found
-        elif isinstance(entry, (Mapping, list, tuple)):
-            yield from _found_in(entry, here, depth - 1)
-        if is_optimizer(entry) and _is_number(entry.get("loss_scale")):
-            # fairseq's optimizers have nothing but the scale.
-            state = {"loss_scale": float(entry["loss_scale"]), "unskipped": 0}
-            yield f"{here}['loss_scale']", _checked({"loss_scaler0": _Scaler(state, {})}, here)
-
-
-def _scales_of(state: Any, place: str) -> _Scales:
-    """Return the states of scalers in mpinit's form; empty where it is none, by its form."""
-    found: _Scales = {}
-    if not isinstance(state, Mapping) or not state:
-        return found
-    if all(key in state for key in _GRAD_SCALER_FORM):
-        ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
-        ours |= {"scales": state["scales"]} if "scales" in state else {}
-        found = {"loss_scaler0": _Scaler(ours, {key: state[key] for key in _GRAD_SCALER if key in state})}
-    elif _is_number(state.get("cur_scale")):
-        # DeepSpeed, Megatron-LM and mmcv count good updates from the last overflow.
-        good = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
-        window = max(int(state.get("scale_window", 0)), 1)
-        ours = {"loss_scale": float(state["cur_scale"]), "unskipped": max(good, 0) % window}
-        found = {"loss_scaler0": _Scaler(ours, _growth_of(state))}
-    elif all(str(name).startswith("loss_scaler") and isinstance(value, Mapping) for name, value in state.items()):
-        found = {str(name): _Scaler(dict(value), {}) for name, value in state.items()}
-        if any("loss_scale" not in scaler.state for scaler in found.values()):
-            return {}  # another dict with a scaler inside
-    return _checked(found, place)
-
-
-def _growth_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the growth of a scaler with ``scale_factor`` and ``scale_window`` as torch.amp.GradScaler names it."""
-    growth: dict[str, Any] = {}
-    if _is_number(state.get("scale_factor")) and float(state["scale_factor"]) > 1:
-        factor = float(state["scale_factor"])
-        growth |= {"growth_factor": factor, "backoff_factor": 1 / factor}
-    if int(state.get("scale_window", 0)) > 0:
-        growth["growth_interval"] = int(state["scale_window"])
-    return growth
-
-
-def _checked(found: _Scales, place: str) -> _Scales:
-    for name, scaler in found.items():
-        faults = check_state(scaler.state)
-        if faults:
-            raise ValueError(f"{place}: {name} {'; it '.join(faults)}")
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    return is_scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _shown(scales: _Scales) -> str:
-    return ", ".join(f"{scaler.state['loss_scale']:g}" for scaler in scales.values())
-
-
-def _written(scales: _Scales, to: str, loss_id: int, changes: list[str]) -> dict[str, Any]:
-    """Return the scalers in the form ``to``, and add a line for each that is written, and for what is not."""
-    key = _SCALER_KEY[to]
+def _rescaled(scale: Any, of: str, to: str, loss_id: int, changes: list[str]) -> dict[str, Any]:
+    """Return the state of loss scalers in the form ``to``, and add a line for what is written and what is not."""
+    key, states = FORMATS[of], dict[str, Any](scale) if isinstance(scale, Mapping) else {}
+    if of == "torch":
+        is_state = {"scale", "_growth_tracker"} <= states.keys()
+        states = {"loss_scaler0": {"loss_scale": states.get("scale"), "unskipped": states.get("_growth_tracker")}}
+    else:
+        is_state = all(name.startswith("loss_scaler") and isinstance(each, Mapping) for name, each in states.items())
+    if not is_state or not isinstance(scale, Mapping):
+        kind = "a GradScaler" if of == "torch" else f"{of}'s loss scalers"
+        raise ValueError(f"the entry {key!r} is not the state of {kind}: rename it, and convert that file")
+    for name, state in states.items():
+        value = state.get("loss_scale")
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf or "unskipped" not in state:
+            raise ValueError(f"{key!r}: {name} needs 'unskipped' and a finite loss_scale above 0, not {value!r}")
+    if of == to:
+        return dict(scale)
+    shown = {name: f"{state['loss_scale']:g}" for name, state in states.items()}
     if to != "torch":
-        changes.append(f"loss scale {_shown(scales)} under {key!r}")
+        changes.append(f"loss scale {', '.join(shown.values())} under {FORMATS[to]!r}")
         # apex knows no hysteresis.
-        names = ("loss_scale", "unskipped")
-        states = {name: scaler.state for name, scaler in scales.items()}
-        return states if to == "mpinit" else {n: {name: s[name] for name in names} for n, s in states.items()}
-    name = f"loss_scaler{loss_id}"
-    chosen = scales.get(name)
-    if chosen is None:
-        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(scales)}: add --loss-id")
-    changes.append(f"loss scale {_shown({name: chosen})} under {key!r}")
-    others = {other: scaler for other, scaler in scales.items() if other != name}
-    if others:
+        return {n: {name: s[name] for name in ("loss_scale", "unskipped")} for n, s in states.items()}
+    chosen = f"loss_scaler{loss_id}"
+    if chosen not in states:
+        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(states)}: add --loss-id")
+    changes.append(f"loss scale {shown.pop(chosen)} under 'scaler', with torch's default growth")
+    if shown:
         changes.append(
-            f"loss scale {_shown(others)} of {', '.join(others)} is not in the file, because a GradScaler has one "
-            "scale: --loss-id chooses it"
+            f"loss scale {', '.join(shown.values())} of {', '.join(shown)} is not in the file, because a GradScaler "
+            "has one scale: --loss-id chooses it"
         )
-    defaults = [f"{option} {value:g}" for option, value in _GRAD_SCALER.items() if option not in chosen.growth]
-    if defaults:
-        changes.append(f"{', '.join(defaults)}: torch's defaults, because the file has no other")
-    state = chosen.state
-    return {"scale": state["loss_scale"], **_GRAD_SCALER, **chosen.growth, "_growth_tracker": state["unskipped"]}
+    state = states[chosen]
+    return {"scale": state["loss_scale"], **_GRAD_SCALER, "_growth_tracker": state["unskipped"]}

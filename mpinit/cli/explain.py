@@ -2,22 +2,19 @@
 
 import argparse
 import importlib
-import inspect
 import os
-import re
 import sys
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from ..basics.dtypes import dtype_name
+from ..basics.trees import tensors_in
 from ..inspect.explain import explain
 from ..settings.properties import OPT_LEVELS
-from .output import WIDTH, show_text, wrapped
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
-_SHORT: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _INPUT_HINT: Final = (
     "add --input once for each input, without the batch, such as --input 3x224x224, or --input 24:int64:50 for token "
     "numbers below 50"
@@ -55,47 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
     chance = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
     loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
-    _check_count(model, inputs)
     try:
         report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
-    except (RuntimeError, IndexError) as error:
-        if arguments.traceback:
-            raise
-        shapes = ", ".join(f"{_SHORT[x.dtype]} {'x'.join(map(str, x.shape))}" for x in inputs)
-        raise ValueError(f"{_sentence(error)}; the model ran on {shapes or 'nothing'}: {_INPUT_HINT}") from error
-    print(report.to_json()) if arguments.json else _show(str(report))
+    except (RuntimeError, IndexError, TypeError) as error:
+        shapes = ", ".join(f"{dtype_name(x.dtype)} {'x'.join(map(str, x.shape))}" for x in inputs)
+        error.add_note(f"the model ran on {shapes or 'no input'}: {_INPUT_HINT}")
+        raise
+    print(report.to_json() if arguments.json else report)
     return 0
 
 
-def _check_count(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Refuse fewer inputs than the model's forward requires, before it runs."""
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # a forward without a signature, such as one in C++
-        return
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    missing = [p.name for p in positional[len(inputs) :] if p.default is p.empty]
-    if missing:
-        names = ", ".join(map(repr, missing))
-        raise ValueError(f"the forward of {type(model).__name__} also requires {names}: {_INPUT_HINT}")
-
-
-def _sentence(error: BaseException) -> str:
-    return str(error).strip().rstrip(".") or type(error).__name__
-
-
-def _show(report: str) -> None:
-    """Print a report; print a reason below its operation if the line would be too long."""
-    last = 0
-    # Replace the arguments of mpinit.explain that the report names by the options of this command.
-    for line in re.sub(r"\.rows\b", "--json", re.sub(r"\bloss=", "--loss", report)).splitlines():
-        if line and not line.strip("- "):
-            last = line.rindex(" ") + 1
-            line = line[:WIDTH]
-        elif len(line) > WIDTH and last > 2 and line[last - 2 : last] == "  ":
-            show_text(line[:last].rstrip())
-            line = "\n".join(wrapped(line[last:], WIDTH, indent="    "))
-        show_text(line) if line else print()
+def mean_square(output: Any) -> torch.Tensor:
+    """Compute the mean square of the first floating tensor in an output."""
+    found = next((x for x in tensors_in(output) if x.is_floating_point()), None)
+    if found is None:
+        raise ValueError(f"the model returned no floating tensor in {type(output).__name__}: pass --loss a function")
+    return found.float().square().mean()
 
 
 def load(name: str) -> Any:
@@ -131,17 +103,6 @@ def make(name: str) -> tuple[nn.Module, Any]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module, nor one with its optimizer")
     return model, optimizer
-
-
-def mean_square(output: Any) -> torch.Tensor:
-    """Compute the mean square of the first floating tensor in an output."""
-    if isinstance(output, torch.Tensor):
-        return output.float().square().mean()
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    for value in values:
-        if not isinstance(value, torch.Tensor) or value.is_floating_point():
-            return mean_square(value)
-    raise ValueError(f"the model returned {type(output).__name__}, which has no mean; use --loss with a function of it")
 
 
 def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """``mpinit levels``: the properties that each level sets."""
 
 import argparse
+import json
 import os
 from typing import Any, Final
 
+from ..basics.tables import plain_table
 from ..settings.properties import OPT_LEVELS, Properties, field_names
 from ..settings.resolve import ReadConfig, check_names, read_config, resolve
-from .output import show_json, show_table, show_text
 
 _TABLE: Final = (
     "cast_model_type",
@@ -50,16 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             refused[level] = str(error)
     if arguments.json:
-        show_json({level: properties.model_dump(mode="json") for level, properties in found.items()})
+        print(json.dumps({level: each.model_dump(mode="json") for level, each in found.items()}, indent=1))
         return 0
     overridden = {name for name in field_names() if name in overrides or name in config}
     shown = [name for name in field_names() if arguments.levels or name in _TABLE or name in overridden]
     columns = len(found) + 1 + bool(arguments.levels)
     rows = [_row(name, found, overridden)[:columns] for name in shown]
     title = "What the levels set" + (", with overrides (*)" if overridden else "")
-    show_table(title, ["property", *found, "from"][:columns], rows)
+    print(f"{title}\n{plain_table(['property', *found, 'from'][:columns], rows)}")
     for why in dict.fromkeys(refused.values()):
-        show_text(f"refused at {', '.join(level for level, reason in refused.items() if reason == why)}: {why}")
+        print(f"refused at {', '.join(level for level, reason in refused.items() if reason == why)}: {why}")
     return 0
 
 

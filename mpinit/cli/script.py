@@ -20,11 +20,6 @@ class _FirstStepsError(BaseException):
     """The first steps are reached: no handler of ``Exception`` in the script stops it."""
 
 
-def is_script(spec: str) -> bool:
-    """Return whether a word names a Python file, and no ``pkg.mod:factory``."""
-    return spec.endswith(".py")
-
-
 def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Module, list[Optimizer]]:
     """Run a script as ``python path arguments...`` does, until its optimizers' first steps.
 

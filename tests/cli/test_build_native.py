@@ -122,7 +122,7 @@ def test_missing_compiler_is_reported(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     status, out, err = said()
-    assert (status, out) == (2, "") and err.startswith(f"mpinit build-native: {message}") and err.count("\n") == 1
+    assert (status, out) == (2, "") and message in err and err.count("\n") == 1
     assert not list(own_folder.rglob("*.so"))
 
 
