@@ -409,13 +409,13 @@ def describe(owner: Any) -> str:
 
 
 def _described(session: Session) -> str:
-    lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.settings().items())]
+    lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.view.settings().items())]
     for index, optimizer in enumerate(session.optimizers):
         managed = session.managed.find(optimizer)
-        counts = managed.skips.counter.read()
+        done, skipped, in_a_row = session.view.counts(optimizer)
         lines.append(
-            f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
-            f"skipped, {counts.consecutive} of them in a row just now"
+            f"optimizer {index}, {type(optimizer).__name__}: {counted(done, 'step')} done, {skipped} "
+            f"skipped, {in_a_row} of them in a row just now"
         )
         native = managed.scope.describe_native() if managed.is_patched else None
         lines += [f"  native code: {native}"] if native is not None else []

@@ -251,7 +251,7 @@ def _announce(session: Session, names_in_16_bit: list[str]) -> None:
     """Log in one line what was set up, and in another which weights were 16-bit already."""
     if session.verbosity < 1:
         return
-    words = ", ".join(f"{name}={value}" for name, value in session.settings().items())
+    words = ", ".join(f"{name}={value}" for name, value in session.view.settings().items())
     log.info("%s: %s", session.describe(), words)
     if names_in_16_bit:
         first = ", ".join(names_in_16_bit[:3])

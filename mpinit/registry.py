@@ -104,7 +104,7 @@ def _is_part(module: nn.Module, session: Session) -> bool:
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
     """List the live sessions of models or optimizers, each once; objects without one are not listed."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
-    return [session for session in found if not (scaled and all(scaler.is_identity for scaler in session.scalers))]
+    return [session for session in found if session.view.scales_losses or not scaled]
 
 
 def live() -> list[Session]:

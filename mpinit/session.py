@@ -43,13 +43,13 @@ from .optimizer.scaled_loss import Losses
 from .optimizer.state import cast_state, cast_states, with_wrapped
 from .plan import MasterWeightsMode, Plan
 from .scaling.scaler import LossScaler
+from .session_view import SessionView
 from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
 from .torch_internals.native_autocast import thread_state
 
 _numbers = itertools.count()
-_REPORTED: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 _IN_BLOCK: Final = (
     "mpinit.undo() was called inside of a torch.autocast block, whose end restores the casts of before the block: "
     "those of this session. Call it before or after the block"
@@ -80,6 +80,7 @@ class Session:
         forward_guard, step_guard: the checks before forwards, and before steps of optimizers that are not managed.
         ranks: the agreement with other processes.
         managed: the managed optimizers.
+        view: the read interface.
         scalers, losses: a loss scaler for each ``loss_id``, and the scaling of losses by them.
     """
 
@@ -103,6 +104,8 @@ class Session:
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
         self.managed = ManagedOptimizers(initialized, shared, settings.await_optimizers)
         self.losses = Losses(self.managed, self.scalers)
+        # A proxy, because a reference back to the session would keep both from being freed.
+        self.view = SessionView(weakref.proxy(self))
         self._undos = UndoStack()
         self._is_ending = False
 
@@ -136,7 +139,8 @@ class Session:
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
-            self.forward_guard.inputs = InputWarnings()
+            if self.verbosity > 0:
+                self.forward_guard.inputs = InputWarnings()
             push(casting.LaterTensors(self.models, index, plan.model_dtype, self.masters).widen)
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
@@ -345,6 +349,10 @@ class Session:
 
     # -- queries -----------------------------------------------------------------------------------------------
 
+    def skips_step(self, optimizer: Optimizer) -> bool:
+        """Skip an optimizer's next step now if its gradients overflowed, and return whether it was skipped."""
+        return self.managed.find(optimizer).skips_step()
+
     def has_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any of these is a parameter of the models."""
         ids = {id(parameter) for parameter in self.managed.initialized.parameters()}
@@ -353,11 +361,6 @@ class Session:
     def describe(self) -> str:
         """Return one line that names the session: its number, level, models and optimizers."""
         return self.managed.initialized.describe()
-
-    def settings(self) -> dict[str, Any]:
-        """Return the properties to report: the levels' five, and the dtype of optimizer states if it was chosen."""
-        chosen = [] if self.properties.optimizer_state == "float32" else ["optimizer_state"]
-        return {name: getattr(self.properties, name) for name in (*_REPORTED, *chosen)}
 
 
 def _encoded_states(plan: Plan) -> EncodedStates | None:

@@ -16,8 +16,6 @@ LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 
 
 # session_of returns the live session of a model or an optimizer, or None; live_sessions lists all, oldest first.
-# compat/ reads ``models``, ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()``
-# and ``losses.scaler(loss_id)`` of a session.
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler

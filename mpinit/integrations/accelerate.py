@@ -100,8 +100,7 @@ class LossScaling:
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, unless the step is skipped: Accelerate checks whether ``optimizer.step`` was called."""
         session = registry.of(optimizer)
-        skips = session is not None and session.managed.find(optimizer).skips_step()
-        return None if skips else optimizer.step(*args, **kwargs)
+        return None if session is not None and session.skips_step(optimizer) else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
         """Do nothing: ``backward`` has updated the scale."""

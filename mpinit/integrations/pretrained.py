@@ -9,9 +9,7 @@ import torch
 
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
-from ..basics.modules import modules_of
 from ..basics.weak_references import OfModule
-from ..model.forward import patched_forward
 
 
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
@@ -87,7 +85,8 @@ def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_models_state
     split masters round ties away from zero, but a cast rounds ties to even.
     """
     cast, of_weight = {}, dict[int, torch.Tensor]()
-    float32_ids = _float32_between_forwards(model)
+    session = registry.sharing(model)
+    float32_ids = set[int]() if session is None else session.view.ids_cast_in_forwards()
     for name, weight in model.state_dict(keep_vars=True).items():
         if name not in state or not isinstance(weight, torch.Tensor):
             continue
@@ -96,16 +95,3 @@ def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_models_state
             values = weight.detach() if uses_weight_itself else cast_within_range(state[name], dtype)
             cast[name] = of_weight.setdefault(id(weight), values)
     return cast
-
-
-def _float32_between_forwards(model: Any) -> set[int]:
-    """Return the ids of a model's tensors that are float32 now, and 16-bit in forwards."""
-    session = registry.sharing(model)
-    if session is None:
-        return set()
-    block = session.float32_block
-    found = set(block.narrow) if block is not None and session.masters.are_in_model else set()
-    for module in {module for each in session.models for module in modules_of(each)}:
-        for patched in filter(None, map(patched_forward, vars(module).values())):
-            found.update(map(id, [] if patched.weights is None else patched.weights.parameters()))
-    return found

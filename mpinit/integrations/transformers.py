@@ -94,7 +94,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
 
 def _save_loss_scale(trainer: Any, folder: str) -> None:
     session = registry.session_of(trainer.model)
-    if trainer.args.should_save and not all(scaler.is_identity for scaler in session.scalers):
+    if trainer.args.should_save and session.view.scales_losses:
         torch.save(amp.state_dict(trainer.optimizer), Path(folder, _LOSS_SCALE))
 
 
@@ -212,7 +212,7 @@ def _layer_wise(trainer: Any, created: Any) -> list[Any]:
     """
     optimizers = inner_optimizers(registry.unwrapped(created))[1]
     session = registry.of(trainer.model)
-    if optimizers and session is not None and not all(scaler.is_identity for scaler in session.scalers):
+    if optimizers and session is not None and session.view.scales_losses:
         raise ValueError(
             f"optim={str(trainer.args.optim)!r} steps each weight inside of the backward pass, where gradients are "
             "still scaled: use enable(trainer, 'O5'), enable(trainer, ..., loss_scale=1.0), or an optim that is not "

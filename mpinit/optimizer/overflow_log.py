@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -117,6 +117,19 @@ class OverflowLog:
     def __init__(self, members: Members) -> None:
         self.last: OverflowReport | None = None
         self._members = members
+
+    def report(self, losses: int) -> OverflowReport:
+        """Return the last overflow, or the gradients as they are now if other parameters have inf or nan.
+
+        Args:
+            losses: the number of losses; of one alone the number is known.
+        """
+        now = self.read(None, None, None)
+        if self.last is None and not now.gradients:
+            return replace(now, advice="no step of this optimizer has overflowed")
+        before = now if self.last is None else self.last
+        found = before if not now.gradients or set(before.parameters) == set(now.parameters) else now
+        return found if found.loss_id is not None or losses > 1 else replace(found, loss_id=0)
 
     def write(
         self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None, came_later: bool = False

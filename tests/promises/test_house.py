@@ -121,12 +121,14 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("masters",),
     ("scaling", "model", "functions"),
     ("optimizer",),
+    ("session_view",),
     ("session",),
     ("registry",),
     ("checks",),
-    ("inspect", "checkpoint", "in_float32"),
+    ("checkpoint", "in_float32"),
     ("initialization", "grad_scaler", "train_state"),
     ("amp",),
+    ("inspect",),
     ("", "__main__", "cli", "compat", "integrations"),
 )
 
@@ -245,6 +247,20 @@ def test_core_imports_only_torch_pydantic_and_the_standard_library(name: str) ->
 @pytest.mark.parametrize("name", CORE)
 def test_core_does_not_import_compat(name: str) -> None:
     assert not [target for target in EDGES[name] if target.split(".")[0] == "compat"]
+
+
+# What reports, commands, frameworks and apex's face may use of a session; compat/_core.py shares scalers by more.
+OF_SESSION = {
+    *("opt_level", "properties", "models", "optimizers", "scalers", "describe", "view"),
+    *("patch", "when_undone", "skips_step"),
+}
+
+
+@pytest.mark.parametrize("folder", ["inspect", "cli", "compat", "integrations"])
+def test_sessions_are_read_by_one_interface(folder: str) -> None:
+    for name, source in SOURCES.items():
+        if name.startswith(f"{folder}/") and name != "compat/_core.py":
+            assert set(re.findall(r"\bsession\.(\w+)", source)) <= OF_SESSION, name
 
 
 @pytest.mark.parametrize("name", CORE)

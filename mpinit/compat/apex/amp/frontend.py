@@ -124,7 +124,7 @@ def _share_scalers(optimizers: list[Any]) -> None:
         if earlier is not session and any(hasattr(optimizer, "_amp_stash") for optimizer in earlier.optimizers)
     ]
     _core.share_scalers(session, others)
-    if others and session.verbosity > 0:
+    if others and _amp_state.verbosity > 0:
         kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
         named = "; ".join(earlier.describe() for earlier in others)
         log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)

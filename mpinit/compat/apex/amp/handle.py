@@ -54,7 +54,7 @@ def scale_loss(
         for index, group in enumerate(_groups_by_session(many, loss_id))
     ]
     session: Any = _core.session_of(many[0])
-    return _skip_together(blocks, many if session.losses.scaler(loss_id).rule.dynamic else [])
+    return _skip_together(blocks, many if session.scalers[loss_id].rule.dynamic else [])
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list
     """Yield the optimizers of each session; if the sessions have different scalers, one list, which mpinit refuses."""
     sessions = [_core.session_of(optimizer) for optimizer in optimizers]
     known = [session for session in sessions if session is not None]
-    if len(known) < len(sessions) or len({id(session.losses.scaler(loss_id)) for session in known}) > 1:
+    if len(known) < len(sessions) or len({tuple(map(id, session.scalers[loss_id:][:1])) for session in known}) > 1:
         yield list(optimizers)
         return
     for session in dict.fromkeys(known):
