@@ -67,8 +67,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "watch_overflow",
     ),
     "Results of these functions": (
-        "inspect.precision_report.PrecisionReport",
-        "inspect.precision_report.Row",
+        "inspect.explain.PrecisionReport",
+        "inspect.explain.Row",
         "optimizer.overflow_log.OverflowReport",
         "inspect.overflow.OverflowWatch",
         "inspect.faults.Fault",

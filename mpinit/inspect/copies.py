@@ -1,28 +1,24 @@
 """Copies of a model and its optimizer, which a report runs in place of the originals, at any level."""
 
 import copy
+import fnmatch
 import functools
 import random
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import checks, registry
-from ..basics.modules import ModelIndex
-from ..basics.patching import Undo, UndoStack
+from .. import amp, registry
 from ..basics.trees import tensors_in
 from ..model.forward import unpatch_copy
-from ..plan import make_plan
-from ..session import Request, Session
-from ..settings.properties import Properties
-from ..settings.resolve import Settings
+from ..session import Session
 from ..torch_internals.native_autocast import device_types
 
 
@@ -105,46 +101,62 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any]) -> Optimi
 
 
 @contextmanager
-def at_level(
-    models: list[nn.Module], optimizers: list[Optimizer], level: str, properties: Properties, check: bool = True
-) -> Iterator[Session]:
-    """Initialise copies of models and their optimizers inside the block, without warnings."""
-    plan = make_plan(properties)
+def at_level(models: list[nn.Module], optimizers: list[Optimizer], level: Any, **keywords: Any) -> Iterator[None]:
+    """Initialise copies of models and their optimizers inside the block, without warnings and log lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        index = checks.check(models, optimizers, plan)[0] if check else ModelIndex(models)
-        session = Session(models, optimizers, Request(level, plan, Settings(verbosity=0)))
-        with UndoStack() as failed:
-            session.apply(index, failed)
-            registry.add(session)
-            session.begin()
-    # Its operations are not the model's, and its warnings would be about the copy.
-    session.forward_guard.inputs = None
+        amp.initialize(models, optimizers, level, verbosity=0, **keywords)
     try:
-        yield session
+        yield
     finally:
-        session.undo()
+        amp.undo(models[0])
 
 
 @contextmanager
-def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Iterator[Session]:
+def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Iterator[None]:
     """Initialise a copy of a model with the configuration of the model's session inside the block."""
     copies = dict(zip(model.modules(), copied.modules(), strict=True))
-    # Gradients of weights with masters are float32. SGD replaces the optimizers: any makes masters. Weights keep their
-    # masters where the optimizer was freed.
-    stepped: set[torch.Tensor] = {master.weight for master in session.masters}
-    for each in session.optimizers:
-        stepped.update(session.managed.find(each).parameters())
+    # Only weights of an optimizer have masters. SGD replaces the optimizers: any makes masters, and a weight keeps its
+    # master where the optimizer was freed.
+    stepped = {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
     pairs = zip(model.parameters(), copied.parameters(), strict=True)
-    trained = [parameter for original, parameter in pairs if original in stepped]
+    trained = [own for p, own in pairs if p in stepped or session.view.master_of(p) is not None]
     optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
     models = [copies[each] for each in session.models if each in copies]
-    with at_level(models, optimizers, session.opt_level, session.properties, check=False) as applied:
-        yield applied
+    properties = session.properties
+    keywords = {name: getattr(properties, name) for name in properties.model_fields_set}
+    names = [name for each in models for name, _ in (*each.named_modules(), *each.named_parameters())]
+    # Patterns for another model of the session match nothing here.
+    keywords["keep_fp32"] = [
+        kept for kept in properties.keep_fp32 if not isinstance(kept, str) or fnmatch.filter(names, kept)
+    ]
+    with at_level(models, optimizers, session.opt_level, **keywords):
+        yield
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[Undo]:
+def forward_refused(model: nn.Module, copied: nn.Module, tool: str, advice: str) -> Iterator[None]:
+    """Raise a ValueError in the block if any module of the original is called; scripted modules are not checked.
+
+    A lambda, a hook or a closure of the model's may refer to a module of the original, which a copy of it then runs.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> NoReturn:
+        what = "the model itself" if module is model else f"{names[module]!r} of the model itself"
+        raise ValueError(f"{what} was run inside {tool}, and not the copy of it: {advice}. Nothing was changed")
+
+    names = {module: name for name, module in model.named_modules()}
+    # A model may share modules with its copies, through a __deepcopy__ of its own.
+    shared = set(copied.modules())
+    with ExitStack() as hooks:
+        for module in names:
+            if module not in shared and not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+        yield
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[Callable[[], None]]:
     """Restore the random generators of torch (all devices in use), Python and numpy (if imported) after the block.
 
     Yields:

@@ -15,13 +15,13 @@ from ..torch_internals.native_autocast import CastsOff
 from .copies import (
     as_initialized,
     copied_inputs,
+    forward_refused,
     inside_wrappers,
     plain_copy,
     same_random_numbers,
     session_to_run,
 )
 from .numbers import floating_tensors
-from .originals import forward_refused
 from .trace import ModelTrace
 
 _ADVICE: Final = "pass served=, a plain model in 16 bit that was loaded from the checkpoint"

@@ -8,7 +8,6 @@ import torch
 
 from ..basics.dtypes import dtype_name
 from ..basics.trees import tensors_in
-from ..session import Session
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,6 @@ def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors_in(tree):
         if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             yield tensor
-
-
-def stepped_values(parameter: Any, session: Session | None) -> torch.Tensor:
-    """Return the values that an optimizer steps: those of the parameter's master, or else its own."""
-    has_master = session is not None and session.masters.of(parameter) is not None
-    values = session.values.of(parameter) if session is not None and has_master else None
-    return parameter.detach() if values is None else values
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

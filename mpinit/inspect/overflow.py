@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 import torch
@@ -48,15 +48,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         ('0', 65536.0)
         >>> mpinit.undo(model)
     """
-    session = registry.session_of(optimizer)
-    log = session.managed.find(optimizer).skips.log
-    now = log.read(None, None, None)
-    if log.last is None and not now.gradients:
-        return replace(now, advice="no step of this optimizer has overflowed")
-    before = now if log.last is None else log.last
-    report = before if not now.gradients or set(before.parameters) == set(now.parameters) else now
-    is_known = report.loss_id is not None or len(session.scalers) > 1
-    return report if is_known else replace(report, loss_id=0)
+    return registry.session_of(optimizer).view.overflow(registry.unwrapped(optimizer))
 
 
 def watch_overflow(model: nn.Module) -> "OverflowWatch":

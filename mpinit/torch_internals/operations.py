@@ -3,13 +3,7 @@
 Autograd numbers its nodes in the order in which a forward pass creates them. The numbers are not public.
 """
 
-import dis
-import functools
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -95,47 +89,3 @@ def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.T
         if len(seen) > at_most:
             return {}
     return found
-
-
-_TORCH: Final = str(Path(torch.__file__).parent).replace("\\", "/")
-# Files of torch whose frames are between an operation and the mode that watches it.
-_BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py", "utils/_python_dispatch.py"))
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The line that calls an operation; ``called`` is "float" for ``x.float()``, "" for an operator such as ``@``."""
-
-    file: str
-    line: int
-    called: str
-    is_torch: bool
-
-
-def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """Find the frame that called the present operation, outside the files of ``watchers``.
-
-    Return None in a thread of autograd, which has no frame of the caller.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename.replace("\\", "/")
-        if not file.startswith(watchers) and not file.startswith(_BETWEEN):
-            return Caller(file, frame.f_lineno, _called(frame.f_code, frame.f_lasti), file.startswith(_TORCH))
-        frame = frame.f_back
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _called(code: CodeType, position: int) -> str:
-    """Find the name that the instruction at ``position`` calls: the name that was loaded for the call."""
-    loaded: dict[tuple[int | None, int | None], str] = {}
-    for instruction in dis.get_instructions(code):
-        where = instruction.positions
-        start = (where.lineno, where.col_offset) if where is not None else (None, None)
-        if instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST")):
-            if instruction.offset < position:
-                loaded[start] = str(instruction.argval)
-        elif instruction.offset == position and instruction.opname.startswith("CALL"):
-            return loaded.get(start, "")
-    return ""
