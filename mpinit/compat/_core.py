@@ -56,3 +56,14 @@ def change_rule(scaler: Scaler, **numbers: Any) -> None:
 def _patch_steps(session: Any) -> None:
     """Patch the steps of a session whose level does not scale losses: from here on they may be scaled."""
     session.patch_steps()
+
+
+def master_values(optimizer: Optimizer) -> dict[Any, torch.Tensor]:
+    """Return the float32 values of an initialised optimizer's 16-bit weights; empty for any other optimizer."""
+    session = session_of(optimizer)
+    if session is None:
+        return {}
+    weights = [
+        p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)
+    ]
+    return {weight: session.values_of(weight) for weight in weights}

@@ -13,7 +13,7 @@ import torch
 from loops import iterate
 
 import mpinit
-from mpinit.compat.apex.optimizers import FusedAdam, FusedSGD
+from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -90,6 +90,86 @@ def test_sgd(nesterov: bool) -> None:
     torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
 
 
+def lamb(
+    wd: float = 0.0, l2: bool = False, fix: bool = True, average: bool = True, nvlamb: bool = False
+) -> Step:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g + wd * w if l2 else g
+        s["m"] = 0.9 * s.get("m", 0) + (0.1 if average else 1.0) * g
+        s["v"] = 0.999 * s.get("v", 0) + 0.001 * g * g
+        m, v = (s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])) if fix else (s["m"], s["v"])
+        update = m / (v.sqrt() + 1e-6) + (0 if l2 else wd) * w
+        ratio = w.norm() / update.norm() if (wd or nvlamb) and w.norm() > 0 and update.norm() > 0 else 1.0
+        return w - 0.1 * ratio * update
+
+    return step
+
+
+def shrunk(limit: float) -> Callable[[list[torch.Tensor]], float]:
+    """The factor that brings the norm of all gradients down to a limit."""
+
+    def factor(grads: list[torch.Tensor]) -> float:
+        norm = torch.stack([grad.double().norm() for grad in grads]).norm().item()
+        return min(1.0, limit / norm)
+
+    return factor
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.05])
+@pytest.mark.parametrize("use_nvlamb", [False, True])
+def test_lamb(bias_correction: bool, adam_w_mode: bool, weight_decay: float, use_nvlamb: bool) -> None:
+    given = {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode, "use_nvlamb": use_nvlamb}
+    got = train(lambda p: FusedLAMB(p, lr=0.1, weight_decay=weight_decay, **given))
+    formula = lamb(weight_decay, l2=not adam_w_mode, fix=bias_correction, nvlamb=use_nvlamb)
+    torch.testing.assert_close(got, expect(formula, shrunk(1.0)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.0, None, 3.0, 1e6])
+def test_lamb_clips_the_norm_of_all_groups_together(limit: float | None) -> None:
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [p]} for p in params]
+        return FusedLAMB(groups, lr=0.1, max_grad_norm=limit, weight_decay=0.05, grad_averaging=False)
+
+    factor = shrunk(limit) if limit else lambda grads: 1.0
+    expected = expect(lamb(0.05, average=False), factor)
+    torch.testing.assert_close(train(make), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_equals_a_loop_over_masters() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    half = copy.deepcopy(model).half()
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    by_hand = FusedLAMB(masters, lr=0.01)
+    optimizer = FusedLAMB(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=1024.0)
+    for index in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(index))
+        iterate(model(x).square().mean(), optimizer)
+        half.zero_grad()
+        (half(x.half()).float().square().mean() * 1024).backward()
+        with torch.no_grad():
+            for weight, master in zip(half.parameters(), masters, strict=True):
+                master.grad = weight.grad.float() / 1024
+            by_hand.step()
+            for weight, master in zip(half.parameters(), masters, strict=True):
+                weight.copy_(master)
+        assert all(map(torch.equal, model.state_dict().values(), masters))
+
+
+@pytest.mark.parametrize("adagrad_w_mode", [True, False])
+def test_adagrad(adagrad_w_mode: bool) -> None:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g if adagrad_w_mode else g + 0.05 * w
+        s["h"] = s.get("h", 0) + g * g
+        return w - 0.1 * (g / (s["h"].sqrt() + 1e-10) + (0.05 * w if adagrad_w_mode else 0))
+
+    got = train(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.05, adagrad_w_mode=adagrad_w_mode))
+    torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
+
+
 def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
     with pytest.raises(RuntimeError, match="wd_after_momentum=True: omit it"):
         FusedSGD(weights(), lr=0.1, wd_after_momentum=True)
@@ -98,6 +178,8 @@ def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
 EVERY = [
     pytest.param(lambda p: FusedAdam(p, lr=0.1, bias_correction=False), id="adam"),
     pytest.param(lambda p: FusedSGD(p, lr=0.1, momentum=0.9), id="sgd"),
+    pytest.param(lambda p: FusedLAMB(p, lr=0.1, use_nvlamb=True), id="lamb"),
+    pytest.param(lambda p: FusedAdagrad(p, lr=0.1, adagrad_w_mode=True), id="adagrad"),
 ]
 
 
@@ -151,6 +233,8 @@ def test_a_checkpoint_of_apexs_own_adam_loads() -> None:
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(RuntimeError, match="amsgrad"):
         FusedAdam(weights(), amsgrad=True)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedLAMB(weights(), amsgrad=True)
 
 
 def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:

@@ -1,6 +1,6 @@
 """The package that scripts import as ``apex``, implemented with mpinit and torch.
 
-It has amp, parallel, optimizers, normalization and multi_tensor_apply. Importing anything else, such as
+It has amp, parallel, optimizers, normalization, multi_tensor_apply and fp16_utils. Importing anything else, such as
 ``apex.contrib``, raises an ImportError, as with an apex that was built without it.
 """
 
@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import NoReturn
 
 from ..importing import MISSING
-from . import amp, multi_tensor_apply, normalization, optimizers, parallel
+from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
-__all__ = ["amp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
 __version__ = f"0.1+mpinit.{import_module('mpinit').__version__}"
 
-_ABSENT = ("RNN", "contrib", "fp16_utils", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
+_ABSENT = ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 
 
 def __getattr__(name: str) -> NoReturn:

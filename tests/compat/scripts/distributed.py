@@ -70,6 +70,21 @@ except ValueError as error:
 else:
     raise AssertionError("a sum of gradients is refused")
 
+model = make()
+with torch.no_grad():
+    model[0].weight.add_(rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+reducer = apex.parallel.Reducer(model)
+with amp.scale_loss(F.mse_loss(model(local), local.sum(1, keepdim=True)), optimizer) as scaled:
+    scaled.backward()
+reducer.reduce()
+for p, grad in zip(amp.master_params(optimizer), wanted(), strict=True):
+    torch.testing.assert_close(p.grad, grad, rtol=2e-2, atol=5e-3)
+values = [torch.full((2,), float(rank))]
+apex.parallel.Reducer(values).reduce()
+assert values[0].tolist() == [0.5, 0.5]
+
 group = dist.new_subgroups(1)[0]
 converted = convert_syncbn_model(make(batchnorm=True), process_group=group)
 assert isinstance(converted[1], apex.parallel.SyncBatchNorm) and converted[1].process_group is group

@@ -1,6 +1,7 @@
 """Distributed helpers under apex's names, over ``torch.distributed``."""
 
-from .distributed import DistributedDataParallel
+from .distributed import DistributedDataParallel, Reducer
+from .LARC import LARC
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]

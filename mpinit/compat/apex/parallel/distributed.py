@@ -1,8 +1,11 @@
 """DistributedDataParallel with apex's arguments."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import distributed as dist
 from torch import nn
 
 from ....basics.logs import log
@@ -82,3 +85,39 @@ def _log_ignored_once(names: tuple[str, ...]) -> None:
             "DistributedDataParallel: %s is for apex's engine, and torch's ignores it",
             ", ".join(names),
         )
+
+
+class Reducer:
+    """Averages the gradients of a module, or the values of some tensors, over all processes when it is called.
+
+    A module's parameters are broadcast from rank 0 at construction. Nothing is reduced by itself in a backward pass.
+
+    Args:
+        module_or_grads_list: a module, or an iterable of tensors to average.
+
+    Example:
+        >>> reducer = Reducer(model)  # doctest: +SKIP
+        >>> loss.backward(); reducer.reduce(); optimizer.step()  # doctest: +SKIP
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads: list[torch.Tensor] = (
+            [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
+        )
+        if self.module is not None:
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    values = parameter.detach().clone()
+                    dist.broadcast(values, 0)
+                    parameter.copy_(values)  # a write that is counted, so that float32 masters follow
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average over all processes; a parameter without a gradient is left out, on every rank alike."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad.div_(dist.get_world_size())

@@ -1,0 +1,78 @@
+"""FusedAdagrad: Adagrad under apex's name and options."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ._shared import as_groups
+
+
+class FusedAdagrad(torch.optim.Optimizer):
+    """Adagrad by torch's foreach operations (Duchi, Hazan and Singer, 2011).
+
+    The update is ``h += g * g; p -= lr * g / (sqrt(h) + eps)``, with the weight decay in the gradient, or, with
+    ``adagrad_w_mode``, added to the update.
+
+    Args:
+        params: parameters or groups.
+        lr: the learning rate. Default 1e-2.
+        eps: added to the denominator. Default 1e-10.
+        weight_decay: the weight decay's coefficient. Default 0.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``. Default True.
+        adagrad_w_mode: True: decoupled weight decay; False: L2 regularisation. Default False.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = FusedAdagrad([weight], lr=0.1)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.adagrad_w_mode = adagrad_w_mode
+        self.set_grad_none = set_grad_none
+        super().__init__(as_groups(params), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return torch's state and apex's options, for copies and pickles."""
+        options = {name: getattr(self, name) for name in ("adagrad_w_mode", "set_grad_none")}
+        return {**super().__getstate__(), **options}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step, and return the closure's loss, or None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            decay = group["weight_decay"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["sum"] = torch.zeros_like(p)
+            sums = [self.state[p]["sum"] for p in params]
+            grads = [p.grad for p in params]
+            if decay and not self.adagrad_w_mode:
+                grads = torch._foreach_add(grads, params, alpha=decay)
+            torch._foreach_addcmul_(sums, grads, grads)
+            denominators = torch._foreach_sqrt(sums)
+            torch._foreach_add_(denominators, group["eps"])
+            updates = torch._foreach_div(grads, denominators)
+            if decay and self.adagrad_w_mode:
+                torch._foreach_add_(updates, params, alpha=decay)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+        return loss
