@@ -417,8 +417,6 @@ def _described(session: Session) -> str:
             f"optimizer {index}, {type(optimizer).__name__}: {counted(done, 'step')} done, {skipped} "
             f"skipped, {in_a_row} of them in a row just now"
         )
-        native = managed.scope.describe_native() if managed.is_patched else None
-        lines += [f"  native code: {native}"] if native is not None else []
     waiting = session.managed.awaited_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"

@@ -18,8 +18,7 @@ import mpinit
 from mpinit import functions, registry
 from mpinit.basics.patching import Undo, undo_dropped
 from mpinit.functions import installation
-from mpinit.torch_internals import native as native_code
-from mpinit.torch_internals import native_autocast, native_build
+from mpinit.torch_internals import native_autocast
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -111,13 +110,3 @@ def start_casts() -> Iterator[StartCasts]:
     yield run
     for undo in reversed(undos):
         undo()
-
-
-@pytest.fixture(scope="session")
-def native() -> Any:
-    """The functions of ``native_code``, built as ``mpinit build-native`` does, for tests that ask for them."""
-    try:
-        native_build.build()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    return native_code.load(native_code.library())

@@ -15,7 +15,6 @@ COMMANDS: Final = {
     "explain": "run a model once and show which operation runs in which type, and why",
     "audit": "show what a training stores, in which types, and which weights cannot move",
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
-    "build-native": "compile what speeds up optimizer steps on this machine's CPU",
     "run": "run a script that was written for apex, unmodified",
 }
 

@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..basics.dtypes import as_float32, cast_to
 from ..basics.modules import Names
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data, sharded_as
-from ..torch_internals.bulk import are_same, concatenated_bits, differing, layouts_of, versions_of
+from ..torch_internals.bulk import are_same, concatenated_bits, layouts_of, versions_of
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from ..torch_internals.running import reads_without_sync, without_gradients
@@ -314,18 +314,11 @@ class _Batch(MasterBatch):
             for m, now in others
             if m.last_seen is None or m.last_seen[1] is not None or m.last_seen[0] != now or id(m.weight) in touched
         ]
-        unknown = [master for master in written if master.last_seen is None]
-        if unknown:
-            agreeing = set(map(id, unknown)).difference(map(id, _differing(unknown)))
-            written = [master for master in written if id(master) not in agreeing]
         return [*small, *written]
 
     def _differing_small(self) -> list[Master]:
-        """List the small masters whose weights are not their roundings; without native code all of them, or none."""
+        """List the small masters if the weight of any is not its rounding."""
         weights, values = self._numbers
-        found = differing(values[: len(self._small)], weights[: len(self._small)])
-        if found is not None:
-            return [self._small[index] for index in found]
         if not weights:
             return []
         with CastsOff():  # autocast would promote the dtypes of cat()
@@ -336,10 +329,8 @@ class _Batch(MasterBatch):
     @torch.no_grad()
     def round(self) -> None:
         """Round masters into their weights where the two differ."""
-        if self._are_sharded or self._was_moved():
-            masters = self.masters
-        else:
-            masters = [*self._differing_small(), *_differing(self._others)]
+        unmoved = not (self._are_sharded or self._was_moved())
+        masters = [*self._differing_small(), *self._others] if unmoved else self.masters
         for master in self._rounded_together(masters):
             self._owner.round(master)
 
@@ -428,12 +419,6 @@ class _Batch(MasterBatch):
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
         return self._owner.in_kept_dtype(gradients)
-
-
-def _differing(masters: list[Master]) -> list[Master]:
-    """List the masters whose weights are not their roundings; without native code all of them."""
-    found = differing([master.parameter for master in masters], [master.weight for master in masters])
-    return masters if found is None else [masters[index] for index in found]
 
 
 def _is_rounded(weight: torch.Tensor, values: torch.Tensor) -> bool:

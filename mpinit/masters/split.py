@@ -38,9 +38,8 @@ from ..torch_internals.bulk import (
     some_of,
     versions_of,
 )
-from ..torch_internals.native import native
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from ..torch_internals.running import is_eager, without_gradients
+from ..torch_internals.running import without_gradients
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
@@ -244,11 +243,6 @@ class SplitMasters(Masters):
 
     def all_values(self, masters: Sequence[Master]) -> list[torch.Tensor]:
         """Return the :meth:`values` of several masters; those of small ones in as many operations as those of one."""
-        code = native()
-        if code is not None and is_eager() and self.have_remainders(masters):
-            known: list[torch.Tensor] | None = code.joined([master.weight for master in masters], list(masters))
-            if known is not None:
-                return known
         found: dict[int, torch.Tensor] = {}
         for indices in in_pieces([master.weight for master in masters], (not master.is_sharded for master in masters)):
             group = [masters[index] for index in indices]

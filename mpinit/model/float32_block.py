@@ -23,9 +23,7 @@ from ..torch_internals.bulk import (
     are_same,
     changed_grads,
     changed_versions,
-    differing,
     grads_of,
-    have_nothing_to_carry,
     in_pieces,
     replace_entries,
     set_grads,
@@ -279,13 +277,9 @@ class Float32Block:
 
     def _written(self) -> list[int]:
         """Return the indices of tensors whose float32 ones have other values; with one device sync per device."""
-        count = 0 if self._split is None else len(self._masters)
-        known = None
-        if self._split is not None and self._split.have_remainders(self._masters):
-            known = differing(self._made[:count], self._tensors_of_made[:count], self._masters)
-        found = known or []
+        found: list[int] = []
         norms: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-        for indices in self._groups_to_compare(0 if known is None else count):
+        for indices in self._groups_to_compare(0):
             now = [self._made[index].detach() for index in indices]
             before = self._present_values([self._tensors_of_made[index] for index in indices])
             if len(indices) == 1 or reads_without_sync(now[0].device):
@@ -405,9 +399,7 @@ class _Carried:
 
     def carry(self) -> None:
         """Copy the attributes to the float32 parameters, at the beginning of a block."""
-        self._is_bare = have_nothing_to_carry(self._tensors) and have_nothing_to_carry(self._wide)
-        if not self._is_bare:
-            self._carry_attributes()
+        self._carry_attributes()
         theirs = grads_of(self._tensors)
         if not are_same(theirs, self._nothing):
             self._gradients = [None if gradient is None else gradient.float() for gradient in theirs]
@@ -449,8 +441,7 @@ class _Carried:
             others = {id(tensor): present for tensor, present in replaced}
             pairs = zip(self._tensors, self._wide, strict=True)
             sources = [others.get(id(tensor), each) for tensor, each in pairs]
-        if not (self._is_bare and have_nothing_to_carry(sources) and have_nothing_to_carry(self._wide)):
-            self._bring_all_attributes_back(sources)
+        self._bring_all_attributes_back(sources)
         self._bring_gradients_back(sources)
         if changed_grads(self._wide, self._nothing) is not None:
             set_grads(self._wide, self._nothing)

@@ -21,7 +21,6 @@ from ..torch_internals.bulk import (
     are_same,
     changed_grads,
     set_grads,
-    set_grads_of_same_dtype,
     versions_of,
 )
 from ..torch_internals.running import call_after_backward, current_graph_task
@@ -177,13 +176,12 @@ class MasterGradients:
                 return
             theirs = self._gradients
         self._gradients = theirs
-        if not set_grads_of_same_dtype(self._parameters, theirs):
-            if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
-                # In a process group gradients have the weights' dtype.
-                with torch.no_grad():
-                    self._gradients = theirs = self._table.in_kept_dtype(theirs)
-                set_grads(self._weights, theirs)
-            set_grads(self._parameters, theirs)
+        if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
+            # In a process group gradients have the weights' dtype.
+            with torch.no_grad():
+                self._gradients = theirs = self._table.in_kept_dtype(theirs)
+            set_grads(self._weights, theirs)
+        set_grads(self._parameters, theirs)
         self._record_versions()
 
     def _record_versions(self) -> None:

@@ -19,15 +19,13 @@ from ..torch_internals.bulk import (
     are_alike,
     are_plain,
     are_same,
-    float32_on_cpu,
     grads_of,
     have_grads,
     in_fewer_tensors,
     some_of,
     versions_of,
 )
-from ..torch_internals.native import native
-from ..torch_internals.running import is_eager, reads_without_sync, without_gradients
+from ..torch_internals.running import reads_without_sync, without_gradients
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
@@ -150,11 +148,6 @@ class Gradients:
     def _unscale(self, scaler: LossScaler, done: Done, has_gradients: bool) -> torch.Tensor | None:
         self._inverse_scale = inverse = scaler.inverse_scale(self.state.scale)
         is_checked = scaler.rule.dynamic or scaler.rule.skips_nonfinite
-        if done is None and has_gradients:
-            # Not counted, as torch's operation that unscales and checks is not.
-            are_finite = _grads_multiplied(self.weights, inverse, is_counted=not is_checked)
-            if are_finite is not None:
-                return float32_on_cpu(float(not are_finite)) if is_checked else None
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
@@ -388,8 +381,6 @@ def _version_of(gradient: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int]
 
 def _scale(weights: Sequence[nn.Parameter], scale: torch.Tensor, done: Done) -> None:
     """Multiply the gradients of weights by the scale, but for those that were multiplied already."""
-    if done is None and _grads_multiplied(weights, scale, is_counted=True) is not None:
-        return
     present = [gradient for gradient in grads_of(weights) if gradient is not None]
     _multiply(weights, [each for each in present if id(each) not in done] if done else present, scale)
     if done is not None:
@@ -491,9 +482,6 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
     """
     if not gradients:
         return None
-    # Not counted, as torch's operation is not.
-    if (are_finite := _multiplied(gradients, inverse_scale, is_counted=False)) is not None:
-        return float32_on_cpu(float(not are_finite))
     if are_plain(gradients, inverse_scale.device):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
@@ -502,40 +490,12 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
     return _combine(found, inverse_scale.device)
 
 
-def _multiplied(tensors: Sequence[torch.Tensor], factor: torch.Tensor, is_counted: bool) -> bool | None:
-    """Multiply tensors in place by ``factor`` in native code.
-
-    Args:
-        is_counted: whether the tensors' version counters count it as an in-place write.
-
-    Returns:
-        Whether all numbers were finite before. None if nothing was done: native code is not built, or a tensor is not a
-        dense float32 tensor of a CPU.
-    """
-    if (code := native()) is None or not is_eager():
-        return None
-    found: bool | None = code.multiply(list(tensors), factor, is_counted, False)
-    return found
-
-
-def _grads_multiplied(weights: Sequence[nn.Parameter], factor: torch.Tensor, is_counted: bool) -> bool | None:
-    """Do the same as :func:`_multiplied` with the gradients of weights, those that are not None."""
-    if is_distributed() or (code := native()) is None or not is_eager():
-        return None
-    found: bool | None = code.multiply(list(weights), factor, is_counted, True)
-    return found
-
-
 def are_finite(gradients: list[torch.Tensor]) -> bool:
     """Return True only if all numbers are finite; False means "perhaps not". This is a device sync.
 
-    Without native code only the sums of gradients are checked. If a sum is finite, so are its numbers. An infinite sum
-    may come from finite numbers, too.
+    Only the sums of gradients are checked. If a sum is finite, so are its numbers. An infinite sum may come from finite
+    numbers, too.
     """
-    if (code := native()) is not None and is_eager():
-        found = code.are_finite(gradients)
-        if found is not None:
-            return bool(found)
     if not are_alike(gradients):
         return False
     return all(math.isfinite(each.sum().item()) for each in in_fewer_tensors(gradients))
@@ -557,8 +517,6 @@ def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> None:
     """Multiply every gradient in place by ``inverse_scale``, without a check."""
-    if _multiplied(gradients, inverse_scale, is_counted=True) is not None:
-        return
     if are_plain(gradients, inverse_scale.device):
         torch._foreach_mul_(list(gradients), inverse_scale)
         return

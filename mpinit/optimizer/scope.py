@@ -16,10 +16,8 @@ from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
-from ..torch_internals.native import describe_native, native
-from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync, without_gradients
+from ..torch_internals.running import bucket_bytes_at_most, without_gradients
 from .members import Members
-from .one_pass import NativeSteps, native_kind
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 
@@ -158,7 +156,6 @@ class MasterSwap:
         self.is_open = False
         self._members = members
         self._states = states
-        self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
         # True: the masters of a part are read before the part's step. False: all are read before the first part.
         self._reads_parts = members.table.steps_in_parts
         self._bucket_bytes = bucket_bytes
@@ -182,34 +179,6 @@ class MasterSwap:
             yield
         finally:
             self._exit()
-
-    def step_natively(self) -> bool:
-        """Step in native code, without :meth:`open`; return False if native code cannot, and nothing was changed."""
-        if self._native_steps is None or native() is None:
-            return False
-        self._check_not_in_model()
-        self._members.sync_groups()
-        masters = [part.masters for part in self._parts.now() if part.masters is not None]
-        return self._step_weights_natively(self._members.weights, masters)
-
-    def _step_weights_natively(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
-        if self._native_steps is None or not weights or self._members.table.keeps_bits:
-            return False
-        is_stepped = self._native_steps.step(weights, masters)
-        if is_stepped:
-            table, stepped = self._members.table, self._members.masters
-            if weights is not self._members.weights:
-                stepped = [master for master in map(table.of, weights) if master is not None]
-            self._members.values.moved(stepped)
-        return is_stepped
-
-    def describe_native(self) -> str | None:
-        """Describe in one line whether native code steps this optimizer; None if it never can."""
-        if not any(reads_without_sync(weight.device) for weight in self._members.weights):
-            return None
-        if self._native_steps is not None:
-            return self._native_steps.describe()
-        return None if self._states is None else describe_native()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -284,20 +253,11 @@ class MasterSwap:
     def by_part(self) -> Iterator[Iterator[None]]:
         """Open the scope for a step in parts, and yield an iterator: call the optimizer's step once per iteration.
 
-        In an iteration only the parameters of its part have gradients. If nothing remains after native code has stepped
-        some parts, there is no iteration.
+        In an iteration only the parameters of its part have gradients.
         """
         self._check_not_in_model()
         self._members.sync_groups()
         parts = self._parts.now()
-        remaining = [
-            part
-            for part in parts
-            if part.masters is None or not self._step_weights_natively(part.weights, [part.masters])
-        ]
-        if not any(have_grads(part.weights) for part in remaining) and len(remaining) < len(parts):
-            yield iter(())
-            return
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
             undos.push(partial(self._members.values.moved, self._members.masters))
@@ -310,7 +270,7 @@ class MasterSwap:
                 part.read(with_gradients=False)
             self._members.swap_in_masters()
             self._exchange.enter()
-        steps = self._steps(remaining)
+        steps = self._steps(parts)
         try:
             yield steps
         finally:

@@ -494,14 +494,12 @@ class OwnStep:
         self._members = members
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Step without a closure: in one call, in one call per bucket of parameters, or in native code."""
+        """Step without a closure: in one call, or in one call per bucket of parameters."""
         if is_on():
             with CastsOff():
                 return self.run(*args, **kwargs)
         scope = self.scope
         if not scope.steps_in_parts:
-            if not args and not kwargs and scope.step_natively():
-                return None
             with scope.open():
                 return self.call(*args, **kwargs)
         result = None

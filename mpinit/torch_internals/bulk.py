@@ -10,13 +10,10 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 
-from .native import native
 from .parameter_data import TENSOR_DATA
-from .running import is_eager
 
 Item = TypeVar("Item")
 _GRAD_OF: Final = attrgetter("grad")
-_CHILDREN_OF: Final = attrgetter("_modules")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _STRIDE_OF: Final[Any] = torch.Tensor.stride
@@ -66,8 +63,6 @@ class Entries:
         owners = _alive(self._references) if owners is None else owners
         if owners is None:
             return False
-        if (code := native()) is not None:
-            return bool(code.are_as_seen(owners, self._name, self._dicts, self._entries))
         return are_same(list(map(self._attribute, owners)), self._dicts) and are_same(self._present(), self._entries)
 
 
@@ -96,9 +91,6 @@ class ModuleEntries:
 
     def _are_children_as_seen(self, modules: list[nn.Module]) -> bool:
         expected = [reference() for reference in self._children]
-        if (code := native()) is not None:
-            tables = list(map(_CHILDREN_OF, modules))
-            return bool(code.are_as_seen(modules, "_modules", tables, [*self._names, *expected]))
         names, children = _children_of(modules)
         return names == self._names and are_same(children, expected)
 
@@ -118,8 +110,6 @@ def replace_entries(dicts: list[dict[str, Any]], names: list[str], expected: lis
     Returns:
         Whether they had.
     """
-    if (code := native()) is not None:
-        return bool(code.replace_entries(dicts, names, expected, values))
     if not are_same(list(map(dict.get, dicts, names)), expected):
         return False
     consume(map(dict.__setitem__, dicts, names, values))
@@ -133,25 +123,16 @@ def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
 
 def exchanged(items: list[Any], others: Mapping[int, Any]) -> list[Any]:
     """Return a list with another object in place of each item whose id is in ``others``."""
-    if (code := native()) is not None and type(others) is dict:
-        found: list[Any] = code.exchanged(items, others)
-        return found
     return list(map(others.get, map(id, items), items))
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return each tensor's ``grad``."""
-    code = native()
-    found: list[torch.Tensor | None] | None = None if code is None else code.grads(tensors)
-    return list(map(_GRAD_OF, tensors)) if found is None else found
+    return list(map(_GRAD_OF, tensors))
 
 
 def changed_grads(tensors: list[Any], expected: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
     """Return each tensor's ``grad``; None where all are the objects that were expected, the usual case."""
-    code = native()
-    if code is not None:
-        changed: list[torch.Tensor | None] | None = code.changed_grads(tensors, expected)
-        return changed
     found = grads_of(tensors)
     return None if are_same(found, expected) else found
 
@@ -163,38 +144,7 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 
 def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``."""
-    if not set_grads_of_same_dtype(tensors, grads):
-        consume(map(setattr, tensors, repeat("grad"), grads))
-
-
-def set_grads_of_same_dtype(tensors: list[Any], grads: list[torch.Tensor | None]) -> bool:
-    """Set each tensor's ``grad`` if native code is there and finds nothing unusual.
-
-    Returns:
-        False if nothing was set: there is no native code, or a gradient is not an ordinary tensor of its tensor's
-        dtype, device and shape.
-    """
-    code = native()
-    return code is not None and bool(code.set_grads(tensors, grads))
-
-
-def differing(
-    values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], masters: Sequence[Any] | None = None
-) -> list[int] | None:
-    """Return the indices of float32 values that their 16-bit weights do not mean, bit for bit.
-
-    Args:
-        masters: the weights' split masters, whose values have to be ``values``. None: the weights have to be the
-            rounded values.
-
-    Returns:
-        None if there is no native code, or if it cannot compare one of them.
-    """
-    code = native()
-    if code is None or not is_eager():
-        return None
-    found: list[int] | None = code.differing(list(values), list(weights), None if masters is None else list(masters))
-    return found
+    consume(map(setattr, tensors, repeat("grad"), grads))
 
 
 def some_of(items: Sequence[Item], most: int) -> Sequence[Item]:
@@ -209,9 +159,7 @@ def float32_on_cpu(numbers: float | list[int]) -> torch.Tensor:
 
 def set_all_data(tensors: list[Any], values: list[torch.Tensor]) -> None:
     """Set each tensor's ``data`` to a tensor of the same shape and dtype."""
-    code = native()
-    if code is None or not code.set_data(tensors, values):
-        consume(map(_SET_DATA_OF, tensors, values))
+    consume(map(_SET_DATA_OF, tensors, values))
 
 
 def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool], limit: int = _PIECE) -> list[list[int]]:
@@ -247,49 +195,27 @@ def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def changed_versions(tensors: list[Any], expected: list[int]) -> list[int] | None:
     """Return each tensor's version counter; None where all are the expected ones, the usual case."""
-    code = native()
-    if code is not None:
-        changed: list[int] | None = code.changed_versions(tensors, expected)
-        return changed
     found = versions_of(tensors)
     return None if found == expected else found
 
 
 def layouts_of(tensors: list[torch.Tensor]) -> object:
     """Return a value that compares equal as long as no tensor gets other memory, sizes or strides."""
-    code = native()
-    found: bytes | None = None if code is None else code.layouts(tensors)
-    if found is not None:
-        return found
     return list(map(_ADDRESS_OF, tensors)), list(map(_SIZE_OF, tensors)), list(map(_STRIDE_OF, tensors))
-
-
-def have_nothing_to_carry(parameters: list[torch.Tensor]) -> bool:
-    """Return True only if each requires a gradient, and has no hooks and no attributes of Python's."""
-    code = native()
-    return code is not None and bool(code.are_bare(parameters))
 
 
 def concatenated_bits(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the numbers of 16-bit tensors of one dtype, without dimensions or with one, in one int16 tensor."""
-    code = native() if is_eager() else None
-    found: torch.Tensor | None = None if code is None else code.concatenated(tensors)
-    return torch.cat(tensors).view(torch.int16) if found is None else found
+    return torch.cat(tensors).view(torch.int16)
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return each tensor's version counter."""
-    code = native()
-    found: list[int] | None = None if code is None else code.versions(tensors)
-    return list(map(_VERSION_OF, tensors)) if found is None else found
+    return list(map(_VERSION_OF, tensors))
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     """Return whether every gradient is present, dense, float32, on this device and of no subclass."""
-    if device.type == "cpu" and (code := native()) is not None:
-        known: bool | None = code.are_plain(gradients)
-        if known is not None:
-            return known
     try:
         are_dense = set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:

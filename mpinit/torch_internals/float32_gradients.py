@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .native import native
 from .parameter_data import TENSOR_DATA
 
 # The float32 elements in a bucket of DistributedDataParallel, which is 25 MiB.
@@ -47,9 +46,6 @@ def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dt
     Returns:
         The casts; None for an instance of another class, a sparse parameter, an inference tensor, or no leaf.
     """
-    if (code := native()) is not None:
-        made: list[torch.Tensor | None] = code.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
-        return made
     is_ordinary = list(map(_is_ordinary, parameters))
     casts = iter(_casts(list(itertools.compress(parameters, is_ordinary)), dtype))
     return [next(casts) if is_one else None for is_one in is_ordinary]

@@ -90,9 +90,7 @@ def test_sgd(nesterov: bool) -> None:
     torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
 
 
-def lamb(
-    wd: float = 0.0, l2: bool = False, fix: bool = True, average: bool = True, nvlamb: bool = False
-) -> Step:
+def lamb(wd: float = 0.0, l2: bool = False, fix: bool = True, average: bool = True, nvlamb: bool = False) -> Step:
     def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
         g = g + wd * w if l2 else g
         s["m"] = 0.9 * s.get("m", 0) + (0.1 if average else 1.0) * g

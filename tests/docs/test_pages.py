@@ -14,7 +14,6 @@ from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
 from mpinit import cli
-from mpinit.torch_internals import native as native_code
 
 ROOT = Path(__file__).parents[2]
 let_torchvision_load()
@@ -63,10 +62,6 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    # As on a machine where `mpinit build-native` was not run.
-    monkeypatch.delenv("MPINIT_NATIVE")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setattr(native_code, "_module", None)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDES[snippet.page == README].run(namespace)

@@ -6,7 +6,6 @@ Below the public face: the codecs are tried on chosen numbers, which a training 
 import copy
 import math
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_device import device, placed
 
-from mpinit.masters.codecs import codec as blocks
 from mpinit.masters.codecs.bfloat16 import BFloat16
 from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, tensor_rows
 from mpinit.masters.codecs.encoded import EncodedState, decode_together, rows_of, write_together
@@ -132,13 +130,6 @@ def test_inf_and_nan_are_decoded(codec: Codec) -> None:
 def test_any_length(codec: Codec, length: int) -> None:
     values = torch.rand(length) + 0.5
     torch.testing.assert_close(decoded(codec, values), values, rtol=1 / 16, atol=0)
-
-
-@pytest.mark.long
-def test_native_code_is_tried_on_the_cpu(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_has_same_bits", {})
-    with torch.device("meta"):
-        assert all(blocks.encodes_to_same_bits(codec, native) for codec in CODECS)
 
 
 @each

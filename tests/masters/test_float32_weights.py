@@ -19,21 +19,10 @@ from session_device import device, placed
 from torch import nn
 
 import mpinit
-from mpinit.torch_internals import native as native_code
 
 pytestmark = pytest.mark.device
 
 KINDS = LEVELS | {"O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16}}
-
-
-@pytest.fixture(autouse=True, params=["torch", "native"])
-def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test by torch's operations, and by native code, which a CPU alone has."""
-    if request.param == "native":
-        if device().type != "cpu":
-            pytest.skip("native code is for a CPU")
-        monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native"))
-    return str(request.param)
 
 
 def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:

@@ -17,7 +17,6 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.masters.codecs.encoded import EncodedState
-from mpinit.torch_internals import native as native_code
 
 pytestmark = pytest.mark.device
 
@@ -295,16 +294,11 @@ def trained_after(kind: str, encoding: str, make: Factory, asks: bool) -> tuple[
     return found
 
 
-@pytest.mark.parametrize("code", ["torch's operations", "native code"])
 @pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["Adam", "SGD"])
 @encodings
 @pytest.mark.parametrize("kind", ["split", "full", "model", "O2"])
-def test_each_weight_is_stepped_once_after_masters_were_requested(
-    kind: str, encoding: str, make: Factory, code: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_weight_is_stepped_once_after_masters_were_requested(kind: str, encoding: str, make: Factory) -> None:
     """Compare with masters that nobody has: those that users have are bound to gradients between steps."""
-    if code == "native code":
-        monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native"))
     (expected, counted), (found, counts) = (trained_after(kind, encoding, make, asks) for asks in (False, True))
     assert counts == counted and set(counts) <= {3.0}
     assert all(map(torch.equal, found, expected))

@@ -21,7 +21,7 @@ from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
 from mpinit.model import forward_weights
-from mpinit.torch_internals import bulk, float32_gradients
+from mpinit.torch_internals import float32_gradients
 from mpinit.torch_internals.float32_gradients import casts_with_float32_gradients
 
 
@@ -325,12 +325,7 @@ def test_changes_between_two_forwards_are_found(change: str) -> None:
     is_float32_outside(model)
 
 
-@pytest.mark.parametrize("way", ["torch", "native"])
-def test_a_renamed_parameter_is_cast_there(
-    way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = request.getfixturevalue("native") if way == "native" else None
-    monkeypatch.setattr(bulk, "native", lambda: module)
+def test_a_renamed_parameter_is_cast_there() -> None:
     model = nn.PReLU()
     start(model)
     model(torch.ones(1, 4))
@@ -403,11 +398,8 @@ def test_refusals_of_masters_in_the_model() -> None:
         torch.jit.script(model)
 
 
-@pytest.fixture(params=["torch", "native"])
-def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The function, by either."""
-    module = request.getfixturevalue("native") if request.param == "native" else None
-    monkeypatch.setattr(float32_gradients, "native", lambda: module)
+@pytest.fixture
+def casts() -> Any:
     return casts_with_float32_gradients
 
 
@@ -496,22 +488,3 @@ def test_a_backward_pass_that_is_compiled(casts: Any) -> None:
     with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
         (cast * 256 + cast).backward()
     assert weight.grad is not None and weight.grad.item() == 257
-
-
-def test_models_train_alike_by_both(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = []
-    for module in (None, native):
-        monkeypatch.setattr(float32_gradients, "native", lambda module=module: module)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True))
-        optimizer = torch.optim.Adam(model.parameters())
-        mpinit.initialize(model, optimizer, "O5", master_weights="model")
-        for index in range(6):
-            tokens = torch.arange(12).view(2, 6).add(index) % 16
-            with mpinit.scale_loss(model(tokens)[0].pow(2).mean(), optimizer) as loss:
-                loss.backward()
-            if index % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        states.append(mpinit.undo(model) or model.state_dict())
-    assert equal_tensors(*states)

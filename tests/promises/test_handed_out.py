@@ -460,12 +460,10 @@ def test_written_zeros_and_infinities_mean_exactly_these(kind: str, value: float
 @every_kind
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf")])
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("native", ["0", "1"])
 def test_written_zeros_mean_exactly_these_after_a_train_state_was_read(
-    native: str, is_trained: bool, value: float, kind: str, monkeypatch: pytest.MonkeyPatch
+    is_trained: bool, value: float, kind: str
 ) -> None:
     """Make the optimizer's state by a step with a learning rate of 0, as torch's functions behind TrainState do."""
-    monkeypatch.setenv("MPINIT_NATIVE", native)
     training = trained(kind) if is_trained else Training(kind)
     training.write("first.weight", lambda weight: weight.fill_(value))
     for _ in range(2):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import mpinit
-from mpinit.torch_internals import native as native_code
 
 PACKAGE = Path(mpinit.__file__).parent
 FACTORIES = {"full", "zeros", "ones", "tensor", "empty", "randn", "rand", "arange", "randint", "randperm", "eye"}
@@ -42,20 +41,12 @@ def trained(level: str, make: Any, default: torch.dtype = torch.float32, device:
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
-@pytest.fixture(params=["torch's operations", "native code"])
-def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_native = request.param == "native code"
-    monkeypatch.setattr(native_code, "_module", request.getfixturevalue("native") if is_native else None)
-
-
-@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 def test_numbers_do_not_depend_on_the_default_dtype(default: torch.dtype, level: str) -> None:
     assert all(map(torch.equal, trained(level, AdamW, default), trained(level, AdamW)))
 
 
-@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
 def test_numbers_do_not_depend_on_the_default_device(level: str) -> None:
     assert all(map(torch.equal, trained(level, SGD, device="meta"), trained(level, SGD)))

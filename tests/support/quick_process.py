@@ -6,9 +6,6 @@ import os
 
 import torch
 
-# Steps are torch's operations, also where native code is there: tests of it ask for it. Read when mpinit is imported.
-os.environ.setdefault("MPINIT_NATIVE", "0")
-
 
 def prepare() -> None:
     """One thread, rare looks for garbage, no seeds for devices that are not there, kernels that compile soon."""

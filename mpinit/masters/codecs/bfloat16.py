@@ -5,7 +5,7 @@ change: 0.999 times a bfloat16 number is that number. With stochastic rounding, 
 the size of the part that is cut off, it changes by the right amount on average.
 """
 
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
@@ -36,16 +36,11 @@ class BFloat16(Codec):
     def empty(self, rows: int, device: torch.device) -> Codes:
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
-    def encode_by(
-        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
-    ) -> None:
+    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
         """Add up to one unit in the last place, and cut off."""
-        if native is not None:
-            native.round(values, *codes)
-        else:
-            _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values, tensors))
+        _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values, tensors))
 
-    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
+    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         values.copy_(codes[0])
 
 

@@ -3,12 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import torch
-
-from ...torch_internals.native import native
-from ...torch_internals.running import reads_without_sync
 
 Codes = tuple[torch.Tensor, ...]
 
@@ -32,6 +29,7 @@ class Codec(ABC):
     def empty(self, rows: int, device: torch.device) -> Codes:
         """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
+    @abstractmethod
     def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
         """Write the codes of ``values``.
 
@@ -40,21 +38,10 @@ class Codec(ABC):
             codes: the tensors to write to, with as many rows.
             tensors: the result of :func:`tensor_rows`; None for a single tensor. Default None.
         """
-        self.encode_by(_native_for(self, values) if tensors is None else None, values, codes, tensors)
 
+    @abstractmethod
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
-        self.decode_by(_native_for(self, values), codes, values)
-
-    @abstractmethod
-    def encode_by(
-        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
-    ) -> None:
-        """Encode by native code; None: by torch's operations, which are the specification."""
-
-    @abstractmethod
-    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
-        """Decode in the same way."""
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
@@ -63,36 +50,6 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
     if missing:
         values = torch.cat([values, values.new_zeros(missing)])
     return values.view(-1, BLOCK)
-
-
-def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
-    """Return the module of native code if it can read these numbers and return the codec's own bits."""
-    if type(values) is not torch.Tensor or not reads_without_sync(values.device):
-        return None
-    code = native()
-    return code if code is not None and encodes_to_same_bits(codec, code) else None
-
-
-# A codec's name -> whether native code encoded a sample to the same bits.
-_has_same_bits: Final[dict[str, bool]] = {}
-
-
-def encodes_to_same_bits(codec: Codec, code: Any) -> bool:
-    """Return whether native code encodes and decodes a sample to the bits of torch's operations."""
-    name = codec.name
-    if name not in _has_same_bits:
-        values = torch.linspace(-3, 3, 200 * BLOCK, dtype=torch.float32, device="cpu").pow(7).view(-1, BLOCK)
-        values[::3].square_()
-        values[1::7, ::5] = 0
-        values[5, 7], values[6, 8] = torch.inf, torch.nan
-        results = []
-        for way in (None, code):
-            codes, back = codec.empty(len(values), values.device), torch.empty_like(values)
-            codec.encode_by(way, values, codes)
-            codec.decode_by(way, codes, back)
-            results.append([each.view(torch.uint8) for each in (*codes, back.nan_to_num())])
-        _has_same_bits[name] = all(map(torch.equal, *results))
-    return _has_same_bits[name]
 
 
 # Noise: whole numbers, evenly distributed over the lower 20 bits, computed from the numbers themselves, their places

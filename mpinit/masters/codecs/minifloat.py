@@ -10,7 +10,7 @@ Numbers are rounded stochastically, see :mod:`.bfloat16`: noise is added to the 
 a float32 number is a linear function of its bits, so this is right on average.
 """
 
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
@@ -57,21 +57,13 @@ class Minifloat(Codec):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def encode_by(
-        self, native: Any | None, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None
-    ) -> None:
+    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
         """Find each block's scale, and round."""
-        if native is not None:
-            native.encode(values, *codes)
-        else:
-            _ENCODE(values, *codes, *noise_arguments(values, tensors))
+        _ENCODE(values, *codes, *noise_arguments(values, tensors))
 
-    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
+    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Put the bits that were cut off back as zeros, and scale."""
-        if native is not None:
-            native.decode(*codes, values)
-        else:
-            _DECODE(*codes, values)
+        _DECODE(*codes, values)
 
 
 def _encode(
