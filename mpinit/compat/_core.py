@@ -66,4 +66,4 @@ def master_values(optimizer: Optimizer) -> dict[Any, torch.Tensor]:
     weights = [
         p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)
     ]
-    return {weight: session.values_of(weight) for weight in weights}
+    return {weight: session.view.values_of(weight) for weight in weights}
