@@ -24,9 +24,9 @@ LEVELS: Final[dict[str, dict[str, Any]]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
     "O2": {"opt_level": "O2"},
-    "O2 float32": {"opt_level": "O2", "reduce_dtype": "float32"},
+    "O2 float32": {"opt_level": "O2"},
     "split": {"opt_level": "O5", "master_weights": "split"},
-    "split float32": {"opt_level": "O5", "master_weights": "split", "reduce_dtype": "float32"},
+    "split float32": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O2", "master_weights": "model"},
 }
 ENGINES: Final = {
@@ -84,6 +84,8 @@ def measure(engine: str, level: str) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     mpinit.initialize(model, optimizer, **LEVELS[level])
     runs = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "DDP" else model
+    if level.endswith("float32"):
+        runs.register_comm_hook(None, mpinit.float32_allreduce_hook)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -200,7 +202,7 @@ def run(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-IN_FLOAT32: Final = ", `reduce_dtype`"
+IN_FLOAT32: Final = ", `float32_allreduce_hook`"
 NAMES: Final = {
     "O0": "O0",
     "O1": "O1, O4",

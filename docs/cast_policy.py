@@ -52,7 +52,7 @@ _MEANING: Final = {
     Cast.LOWER_PRECISION: "arguments are cast to the 16-bit type",
     Cast.FP32: "16-bit arguments are cast to float32",
     Cast.PROMOTE: "arguments are cast to the widest type among them (float16 with bfloat16: float32)",
-    Cast.BANNED: "float16 arguments raise NotImplementedError unless `allow_banned=True`; others run in float32",
+    Cast.BANNED: "float16 arguments raise NotImplementedError; others run in float32",
     Cast.REFUSED: "in place on a 16-bit tensor raises NotImplementedError",
 }
 
@@ -77,8 +77,8 @@ in float16 and bfloat16.
 ## Where casts are on
 
 - Casts are on in the thread that called `initialize`, also for losses, and in any thread inside the forward of a model
-  that was initialised at O1. With `cast_scope="model"` they are on only inside such forwards. They are on until the
-  session ends, or is garbage-collected without `undo`.
+  that was initialised at O1. With `patch_torch_functions="model"` they are on only inside such forwards. They are on
+  until the session ends, or is garbage-collected without `undo`.
 - Casts are off inside the forward of another session's model without casts. Casts of your own `torch.autocast` block
   around it stay on there, unless the model is compiled and O1 is live in the thread.
 - Casts are off in `backward()`, in `torch.autograd.grad` and in `optimizer.step()`, but on in its closure. They are off
@@ -93,8 +93,8 @@ in float16 and bfloat16.
 - Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of a forward they
   are not cached. A step of an initialised optimizer inside a forward or an entry point drops the cache. If a forward
   changes a weight in place itself, the cache has the old value.
-- All sessions share torch's namespaces. With several live sessions the stricter `cast_policy` and the wider
-  `allow_banned` apply to all. The undo of the last session removes all wrappers.
+- All sessions share torch's namespaces. With several live sessions the stricter policy applies to all. The undo of the
+  last session removes all wrappers.
 
 ## Functions of your own
 
@@ -155,9 +155,9 @@ def page() -> str:
     stricter = [row for row in APEX_POLICY if torch_rows.get(row.name) is not row]
     parts = [
         _INTRODUCTION,
-        '## `cast_policy="torch"` (the default)\n',
+        "## The policy of `mpinit.initialize`\n",
         *_sections(TORCH_POLICY),
-        '## `cast_policy="apex"`: the rows above, and instead or besides\n',
+        "## The policy of apex.amp under its old name: the rows above, and instead or besides\n",
         *_sections(stricter),
         _UNLISTED.format(
             products=_listing(_named(Cast.LOWER_PRECISION)),

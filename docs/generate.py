@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cast_policy
-import keyword_types
 
 import mpinit
 from mpinit import cli
-from mpinit.settings.properties import Properties
+from mpinit.config.properties import Properties
 
 PAGES: Final = Path(__file__).parent
 PACKAGE: Final = PAGES.parent / "mpinit"
@@ -39,6 +38,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "master_params",
         "clip_grad_norm_",
         "loss_scale",
+        "DynamicLossScale",
         "step_was_skipped",
         "step_counts",
         "scheduler_step",
@@ -49,6 +49,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "TrainState",
         "float32_weights",
     ),
+    "Several processes": ("float32_allreduce_hook",),
     "Casts at O1": (
         "disable_casts",
         "half_function",
@@ -159,23 +160,21 @@ def properties() -> str:
         "|---|---|---|",
     ]
     # A pipe would end the table's cell.
-    described = {
-        name: _linked(text.replace("``", "`").replace("|", "\\|"))
-        for name, text in keyword_types.attributes(Properties)
-    }
+    described = {name: text.replace("|", "\\|") for name, text in _arguments(mpinit.initialize).items()}
     for name, field in Properties.model_fields.items():
         parts.append(f"| `{name}` | {_cell(field.default)} | {described[name]} |")
     return "\n".join(parts) + "\n"
 
 
-def _linked(text: str) -> str:
-    """Replace the file names of pages by links with their titles."""
-    named = re.compile(r"docs/(explanation/[\w-]+\.md)")
-    return named.sub(lambda page: f"[{_title(page[1])}](../{page[1]})", text)
-
-
-def _title(page: str) -> str:
-    return (PAGES / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+def _arguments(function: Any) -> dict[str, str]:
+    """Return what a function's docstring says of each argument."""
+    part = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    found: dict[str, str] = {}
+    for item in re.split(r"\n(?=    \S)", part):
+        names, _, text = " ".join(item.split()).partition(": ")
+        plain = re.sub(r":\w+:(?=`)", "", text.replace("``", "`"))
+        found |= dict.fromkeys(names.split(", "), plain)
+    return found
 
 
 def command_line() -> str:
@@ -194,8 +193,6 @@ MADE: Final = {
     "reference/properties.md": properties,
     "reference/cli.md": command_line,
     "reference/cast-policy.md": cast_policy.page,
-    "../mpinit/settings/keywords.py": keyword_types.page,
-    "../mpinit/initialization.py": keyword_types.initialization,
 }
 
 

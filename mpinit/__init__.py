@@ -14,6 +14,7 @@ Example:
 from . import amp
 from .amp import (
     OPT_LEVELS,
+    DynamicLossScale,
     GradScaler,
     Properties,
     TrainState,
@@ -21,6 +22,7 @@ from .amp import (
     clip_grad_norm_,
     describe,
     disable_casts,
+    float32_allreduce_hook,
     float32_weights,
     float_function,
     half_function,
@@ -50,6 +52,7 @@ __version__ = "0.3.0"
 
 __all__ = [
     "OPT_LEVELS",
+    "DynamicLossScale",
     "GradScaler",
     "Properties",
     "TrainState",
@@ -62,6 +65,7 @@ __all__ = [
     "disable_casts",
     "explain",
     "fidelity",
+    "float32_allreduce_hook",
     "float32_weights",
     "float_function",
     "half_function",

@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 from . import checkpoint, checks, registry
 from .basics.input_classes import register_input
 from .basics.tables import counted
+from .config.loss_scale import DynamicLossScale
+from .config.properties import OPT_LEVELS, Properties
 from .distributed import norms
+from .distributed.float32_allreduce import float32_allreduce_hook
 from .distributed.sharding import is_sharded
 from .functions.registration import (
     float_function,
@@ -25,12 +28,12 @@ from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
-from .settings.properties import OPT_LEVELS, Properties
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 
 __all__ = [
     "OPT_LEVELS",
+    "DynamicLossScale",
     "GradScaler",
     "Properties",
     "TrainState",
@@ -38,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "disable_casts",
+    "float32_allreduce_hook",
     "float32_weights",
     "float_function",
     "half_function",

@@ -17,13 +17,11 @@ from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
 from .basics.wrappers import inner_optimizers, wrapped_in
+from .config.plan import MasterWeightsMode, Plan
 from .distributed.agreement import groups_of, meshes_of, reach_of
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
-from .plan import MasterWeightsMode, Plan
-from .settings.properties import Properties
-from .settings.recipes import RECIPES
 
 # How many names a message lists where none is near.
 _LISTED: Final = 6
@@ -100,8 +98,9 @@ def check(
     if plan.masters is MasterWeightsMode.IN_MODEL:
         _check_not_fully_sharded(index)
     _check_not_shared(index, plan)
-    if any(isinstance(pattern, str) for pattern in props.keep_fp32):
-        _check_kept_names(index, props)
+    for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):
+        if any(isinstance(entry, str) for entry in entries):
+            _check_names_of_modules(index, keyword, entries)
     if props.entry_points or props.keep_inputs:
         check_argument_names(index, props.entry_points, props.keep_inputs)
     _check_not_replaced(index, optimizers)
@@ -198,21 +197,19 @@ def _check_not_lazy(index: ModelIndex) -> None:
             )
 
 
-def _check_kept_names(index: ModelIndex, props: Properties) -> None:
+def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[Any]) -> None:
     modules = [name for name, _ in index.paths if name]
-    names = [*modules, *dict(index.named_tensors())]
-    for pattern in props.keep_fp32:
-        recipe = RECIPES.get(pattern) if isinstance(pattern, str) else None
-        if recipe is not None and any(recipe(name, module) for name, module in index.paths if name):
-            continue
+    keeps = keyword == "keep_fp32"
+    names = [*modules, *(dict(index.named_tensors()) if keeps else ())]
+    for pattern in entries:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             most = near or modules[:_LISTED] or names[:_LISTED]
             hint = f"; {'near it are' if near else 'there are'} {', '.join(map(repr, most))}" if most else ""
             more = " and others" if not near and len(names) > len(most) else ""
             raise ValueError(
-                f"keep_fp32={pattern!r} matches no module{hint}{more}. Names are those of model.named_modules(), "
-                "or of parameters and buffers"
+                f"{keyword}={pattern!r} matches no module{hint}{more}. Names are those of model.named_modules()"
+                + (", or of parameters and buffers" if keeps else "")
             )
 
 
@@ -309,7 +306,7 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
             )
         if not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
-    elif (plan.scaling.dynamic or plan.properties.skip_nonfinite) and meshes:
+    elif plan.skips and meshes:
         world = torch.distributed.get_world_size()
         if reached < world:
             raise ValueError(

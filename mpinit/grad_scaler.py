@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from . import registry
 from .basics.logs import log
 from .checkpoint import from_grad_scaler_state, warn_scale_not_restored
+from .config.loss_scale import DynamicLossScale
 from .distributed.sharding import is_distributed
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
 # The numbers by which a scale is updated, with torch's defaults.
 _USUAL: Final[dict[str, Any]] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-# Arguments of torch's constructor that have another name in initialize.
-_OURS: Final = {"init_scale": "init_loss_scale"}
+# Arguments of torch's constructor that have another name in DynamicLossScale.
+_OURS: Final = {"init_scale": "init"}
 
 
 @final
@@ -173,7 +174,7 @@ class GradScaler:
             # A rank that updates without a step reads whether its scale is lowered, because other ranks' may not be.
             are_stepped = all(self._stages.get(each) is OptState.STEPPED for each in self._checked)
             scaler.update(may_wait=is_distributed() and not are_stepped)
-        elif scaler.rule.dynamic:
+        elif scaler.is_dynamic:
             scaler.found_inf = None
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
@@ -280,7 +281,8 @@ class GradScaler:
 
     def _numbers(self) -> dict[str, Any]:
         _, scaler = self._live()
-        return _USUAL if scaler is None else {name: getattr(scaler.rule, name) for name in _USUAL}
+        rule = None if scaler is None else scaler.rule
+        return {name: getattr(rule, name) for name in _USUAL} if isinstance(rule, DynamicLossScale) else _USUAL
 
     def _set(self, **numbers: Any) -> None:
         for name, value in numbers.items():
@@ -289,7 +291,7 @@ class GradScaler:
             if not is_number or not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a {'whole' if whole else 'finite'} number above 0, not {value!r}")
         _, scaler = self._live()
-        if scaler is not None:
+        if scaler is not None and isinstance(scaler.rule, DynamicLossScale):
             scaler.rule = dataclasses.replace(scaler.rule, **numbers)
 
 
@@ -301,7 +303,8 @@ def _instead(owners: Any, arguments: Mapping[str, Any]) -> str:
         return f"GradScaler has no argument {unknown[0]!r}; it has owners, loss_id and enabled"
     what = [f"{name}={value!r}" for name, value in arguments.items()]
     call = ", ".join([*([repr(owners)] if isinstance(owners, (str, torch.device)) else []), *what])
-    moved = ", ".join(["model, optimizer", *(f"{name}={value!r}" for name, value in numbers.items())])
+    rule = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
+    moved = "model, optimizer" + (f", loss_scale=mpinit.DynamicLossScale({rule})" if rule else "")
     return (
         f"GradScaler({call}): mpinit's needs the optimizer that was initialised, which knows its device, and the "
         f"numbers of a scale are initialize's: mpinit.initialize({moved}), and then mpinit.GradScaler(optimizer)"

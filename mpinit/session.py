@@ -21,6 +21,7 @@ from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.modules import ModelIndex, Names, modules_of
 from .basics.patching import Undo, UndoStack, for_each
 from .basics.weak_references import Models, WeakList, weak_call
+from .config.plan import MasterWeightsMode, Plan
 from .distributed.sharding import gather_in, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.minifloat import Minifloat
@@ -41,10 +42,8 @@ from .optimizer.optimizers import Initialized, ManagedOptimizers, StepGuard, par
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import Losses
 from .optimizer.state import cast_state, cast_states, with_wrapped
-from .plan import MasterWeightsMode, Plan
 from .scaling.scaler import LossScaler
 from .session_view import SessionView
-from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
 from .torch_internals.native_autocast import thread_state
@@ -62,7 +61,8 @@ class Request:
 
     opt_level: str
     plan: Plan
-    settings: Settings
+    await_optimizers: bool = False
+    process_group: Any = None
 
 
 class Session:
@@ -85,11 +85,11 @@ class Session:
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: Request) -> None:
-        plan, settings = request.plan, request.settings
+        plan = request.plan
         self.opt_level, self.plan, self.properties = request.opt_level, plan, plan.properties
         self.number = next(_numbers)
         self.models, self.optimizers = Models(models), WeakList(optimizers)
-        self.verbosity = settings.verbosity
+        self.verbosity = plan.properties.verbosity
         self.is_live = False
         self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
@@ -97,12 +97,15 @@ class Session:
         written = WrittenBuffers()
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers, written)
         self.step_guard = StepGuard(self.values, plan.makes_masters)
-        self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
+        self.scalers = [
+            LossScaler(plan.loss_scale, loss_id, plan.properties.skip_nonfinite)
+            for loss_id in range(plan.properties.num_losses)
+        ]
         members: list[Members] = []
-        self.ranks = Ranks(self.forward_guard, self.scalers, members, settings.process_group)
+        self.ranks = Ranks(self.forward_guard, self.scalers, members, request.process_group)
         shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), members, written)
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
-        self.managed = ManagedOptimizers(initialized, shared, settings.await_optimizers)
+        self.managed = ManagedOptimizers(initialized, shared, request.await_optimizers)
         self.losses = Losses(self.managed, self.scalers)
         # A proxy, because a reference back to the session would keep both from being freed.
         self.view = SessionView(weakref.proxy(self))
@@ -167,25 +170,23 @@ class Session:
             self.values.casts.record_data_use(targets, self.masters)
         if selected.changes:
             self.managed.shared.written.list_buffers(index.named_modules)
-        self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         casts = self.values.casts if selected.changes else None
         trains = bool(self.optimizers) or self.managed.awaits
         changed = [*selected.changes, *widened]
         self.ranks.watch(changed, casts, self._settings_to_compare(), trains, self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
-        if plan.makes_masters or plan.scaling.skips:
+        if selected.has_16_bit or plan.skips:
             self.step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
 
     def _settings_to_compare(self) -> dict[str, str]:
         """Return the settings that have to be the same on all ranks, as text."""
-        settings = {name: _format(value) for name, value in self.properties}
+        settings = {name: _format(value) for name, value in self.properties if name != "verbosity"}
         classes = [type(optimizer).__name__ for optimizer in self.optimizers]
         return {
             "opt_level": _format(self.opt_level),
             **settings,
-            "num_losses": str(len(self.scalers)),
             OPTIMIZERS: _format(classes),
         }
 
@@ -266,7 +267,7 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
-            is_o1 = self.properties.patch_torch_functions and self.properties.cast_scope == "thread"
+            is_o1 = self.properties.patch_torch_functions is True
             if is_o1 and thread_state.value.has_later_block():
                 raise RuntimeError(_IN_BLOCK)
             self.values.apply_writes()

@@ -101,9 +101,9 @@ def train(setting: Setting, digits: Digits, schedule: Schedule) -> tuple[Run, nn
     order = torch.Generator().manual_seed(0)
     model = digits_net(schedule.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.peak_lr, weight_decay=1e-2)
-    mpinit.initialize(
-        model, optimizer, setting.level, growth_interval=schedule.growth_interval, **setting.keywords
-    )
+    rule = mpinit.DynamicLossScale(growth_interval=schedule.growth_interval)
+    scaling = {"loss_scale": rule} if mpinit.OPT_LEVELS[setting.level].loss_scale == "dynamic" else {}
+    mpinit.initialize(model, optimizer, setting.level, **scaling | setting.keywords)
     steps = schedule.epochs * (len(digits.train_images) // schedule.batch_size)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_lr, total_steps=steps)
     run = Run(setting)

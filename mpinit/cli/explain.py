@@ -11,8 +11,8 @@ from torch import nn
 
 from ..basics.dtypes import dtype_name
 from ..basics.trees import tensors_in
+from ..config.properties import OPT_LEVELS
 from ..inspect.explain import explain
-from ..settings.properties import OPT_LEVELS
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 _INPUT_HINT: Final = (

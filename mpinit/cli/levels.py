@@ -6,8 +6,8 @@ import os
 from typing import Any, Final
 
 from ..basics.tables import plain_table
-from ..settings.properties import OPT_LEVELS, Properties, field_names
-from ..settings.resolve import ReadConfig, check_names, read_config, resolve
+from ..config.properties import OPT_LEVELS, Properties
+from ..config.reading import PROPERTIES, check_names, read_config, resolve
 
 _TABLE: Final = (
     "cast_model_type",
@@ -17,7 +17,7 @@ _TABLE: Final = (
     "master_weights",
     "loss_scale",
 )
-_LISTS: Final = ("keep_fp32", "keep_inputs", "entry_points")
+_LISTS: Final = ("keep_fp32", "compute_fp32", "keep_inputs", "entry_points")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +36,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the table."""
     overrides = dict(_override(text) for text in arguments.set)
-    check_names(overrides, field_names(), "--set")
+    check_names(overrides, "--set")
     config = _config(arguments.config)
-    for setting in ("opt_level", "num_losses", "verbosity"):
-        config.pop(setting, None)
+    config.pop("opt_level", None)
     chosen = arguments.levels or list(OPT_LEVELS)
     found: dict[str, Properties] = {}
     refused = {}
@@ -53,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({level: each.model_dump(mode="json") for level, each in found.items()}, indent=1))
         return 0
-    overridden = {name for name in field_names() if name in overrides or name in config}
-    shown = [name for name in field_names() if arguments.levels or name in _TABLE or name in overridden]
+    overridden = {name for name in PROPERTIES if name in overrides or name in config}
+    shown = [name for name in PROPERTIES if arguments.levels or name in _TABLE or name in overridden]
     columns = len(found) + 1 + bool(arguments.levels)
     rows = [_row(name, found, overridden)[:columns] for name in shown]
     title = "What the levels set" + (", with overrides (*)" if overridden else "")
@@ -64,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(path: str | None) -> ReadConfig:
+def _config(path: str | None) -> dict[str, Any]:
     try:
-        return read_config(path, ("num_losses", "verbosity"))
+        return read_config(path)[0]
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise ValueError(f"--config {path!r} cannot be read: {reason}; use the path of a TOML file") from None

@@ -1,25 +1,20 @@
 """The internals of mpinit that ``compat/`` uses: sessions and loss scalers. All else it uses is public."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .. import registry
-from ..distributed import replicas
+from .. import initialization, registry
+from ..config.loss_scale import DynamicLossScale
 from ..scaling.scaler import LossScaler
 
-# mpinit's limit where the caller sets none. The reciprocal of a smaller scale is not a float32 number.
-LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
-
-
 # session_of returns the live session of a model or an optimizer, or None; live_sessions lists all, oldest first.
+start = initialization.start
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler
-reduce_in_float32 = replicas.reduce_in_float32
 
 
 def share_scalers(session: Any, others: Sequence[Any]) -> None:
@@ -45,9 +40,9 @@ def has_overflow(scaler: Scaler) -> bool:
     return scaler.found_inf is not None and bool(scaler.found_inf.item() > 0)
 
 
-def change_rule(scaler: Scaler, **numbers: Any) -> None:
-    """Replace fields of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
-    scaler.rule = dataclasses.replace(scaler.rule, **numbers)
+def set_rule(scaler: Scaler, rule: float | DynamicLossScale) -> None:
+    """Replace a scaler's rule."""
+    scaler.rule = rule
     for session in live_sessions():
         if scaler in session.scalers:
             _patch_steps(session)

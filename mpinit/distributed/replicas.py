@@ -1,11 +1,10 @@
-"""DistributedDataParallel: its events and state, reduction in float32, and broadcasts of masters, which it lacks.
+"""DistributedDataParallel: its events and state, and broadcasts of masters, which it lacks.
 
 The class costs no import: ``import torch`` loads it.
 """
 
 import enum
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -50,84 +49,6 @@ def hooks_of(wrapper: Any) -> list[str]:
     """List the names of a DistributedDataParallel's communication hooks."""
     # A wrapper that delays the reduction of all parameters has no buckets, and no list of hooks.
     return [getattr(hook, "__name__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-
-
-def reduce_in_float32(wrapper: Any) -> None:
-    """Let a DistributedDataParallel average 16-bit gradients in float32, and round them once.
-
-    Raises:
-        RuntimeError: it has another communication hook.
-    """
-    others = [name for name in hooks_of(wrapper) if name != _average_in_float32.__name__]
-    if others:
-        raise RuntimeError(
-            f"reduce_dtype=torch.float32 contradicts {others[0]}, by which DistributedDataParallel sends gradients: "
-            "register no hook, or drop reduce_dtype"
-        )
-    if not hasattr(wrapper, "_comm_hooks") or wrapper._comm_hooks:
-        return
-    if wrapper._use_python_reducer:
-        raise RuntimeError(
-            "reduce_dtype=torch.float32 works in DistributedDataParallel's buckets, which torch._dynamo.config."
-            'optimize_ddp="python_reducer" has none of: choose "ddp_optimizer", or drop reduce_dtype'
-        )
-    average = _Float32Average(wrapper)
-    wrapper.register_comm_hook(average, _average_in_float32)
-    wrapper._match_all_reduce_for_bwd_pass = _ZeroGradients(wrapper, average)
-
-
-class _Float32Average:
-    """The state of one wrapper's communication hook.
-
-    Attributes:
-        adds_zeros: whether this rank, which has no batch left in ``join()``, adds zeros to the others' gradients.
-    """
-
-    def __init__(self, wrapper: Any) -> None:
-        # Weak: the wrapper's reducer, a C++ object, refers to this. The garbage collector does not see such a cycle.
-        self._wrapper: Any = weakref.ref(wrapper)
-        self.adds_zeros = False
-
-    def __call__(self, gradients: torch.Tensor) -> Any:
-        """Start to average float32 gradients over the ranks; return a future of the mean."""
-        wrapper, distributed = self._wrapper(), torch.distributed
-        if is_joining(wrapper) and not wrapper._divide_by_initial_world_size:
-            # Ranks are counted in one more element: each adds 1 if it has a batch.
-            one = gradients.new_full((1,), 0.0 if self.adds_zeros else 1.0)
-            counted = torch.cat([gradients.flatten(), one])
-            work: Any = distributed.all_reduce(counted, group=wrapper.process_group, async_op=True)
-            return work.get_future().then(lambda done: done.value()[0][:-1] / done.value()[0][-1])
-        mean = gradients.div_(wrapper.process_group.size())
-        work = distributed.all_reduce(mean, group=wrapper.process_group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch registers no hook in the reducer of a copied wrapper.
-        return {"_wrapper": None, "adds_zeros": False}
-
-
-class _ZeroGradients:
-    """A wrapper's ``_match_all_reduce_for_bwd_pass``, which a rank without a batch calls in ``join()``."""
-
-    def __init__(self, wrapper: Any, average: _Float32Average) -> None:
-        self._wrapper, self._average = wrapper, average
-
-    def __call__(self) -> None:
-        """Reduce the buckets, which are zeros on this rank, and not count it."""
-        self._average.adds_zeros = True
-        try:
-            type(self._wrapper)._match_all_reduce_for_bwd_pass(self._wrapper)
-        finally:
-            self._average.adds_zeros = False
-
-
-def _average_in_float32(average: Any, bucket: Any) -> Any:
-    buffer = bucket.buffer()
-    return average(buffer.float()).then(lambda done: buffer.copy_(done.value().view_as(buffer)))
-
-
-# register_comm_hook raises for any annotations but dist.GradBucket and Future.
-_average_in_float32.__annotations__.clear()
 
 
 @torch.no_grad()

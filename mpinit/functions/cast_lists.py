@@ -20,7 +20,7 @@ class Cast(enum.Enum):
         LOWER_PRECISION: cast to the 16-bit dtype.
         FP32: cast 16-bit arguments to float32.
         PROMOTE: cast to the widest dtype among them.
-        BANNED: raise for float16 arguments, unless ``allow_banned`` is set; run in float32.
+        BANNED: raise for float16 arguments; run in float32.
         REFUSED: an in-place function whose float32 result does not fit its 16-bit tensor; it raises.
     """
 

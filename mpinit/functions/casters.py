@@ -23,7 +23,7 @@ _CONTAINERS: Final = (list, tuple)
 _IMPLICIT_PARAMETERS: Final = ("self", "cls", "ctx")
 
 
-def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
+def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...]) -> Function:
     """Wrap the function at ``name``, once for each device whose own autocast does not follow the row."""
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
@@ -33,8 +33,8 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
         # the next device would find its flag off and cast nothing.
         body = _for_device(row, name, body, body, device) if row.casts_off else outer
         wrapped = outer
-        if row.cast is Cast.BANNED and not allow_banned:
-            wrapped = _banned(row.name, wrapped, device)
+    for device in devices if row.cast is Cast.BANNED else ():
+        wrapped = _banned(row.name, wrapped, device)
     return _renamed(wrapped, original, name) if devices else wrapped
 
 
@@ -235,8 +235,7 @@ def _banned(name: str, run: Function, device: str) -> Function:
                     f"{name} was called with float16 tensors: its gradient overflows float16 where a probability is "
                     "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
                     'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
-                    "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on "
-                    "probabilities that are rounded to float16"
+                    "mpinit.initialize"
                 )
         return run(*args, **kwargs)
 

@@ -14,7 +14,7 @@ import torch
 
 from ..basics.logs import log
 from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_dropped
-from ..plan import Plan
+from ..config.plan import Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
@@ -42,18 +42,15 @@ REGISTERED: Final[list[Registration]] = []
 ORIGINALS: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-# The needs of one session, or of all live sessions: (whether the policy is apex's, whether banned functions may run).
-_Needs = tuple[bool, bool]
-
-
 class Installation:
     """The live sessions of O1, and the wrappers in torch's namespaces that they need."""
 
     def __init__(self) -> None:
         # Acquired with Ctrl-C delayed: a KeyboardInterrupt before the release would block all other threads.
         self._lock = threading.RLock()
-        self._sessions: dict[object, _Needs] = {}
-        self._installed: _Needs | None = None
+        # A token for each session -> whether its policy is apex's.
+        self._sessions: dict[object, bool] = {}
+        self._installed: bool | None = None
         self._undos = UndoStack()
         self._originals: dict[tuple[int, str], Any] = {}
         # The id of an original -> its wrapper.
@@ -72,7 +69,7 @@ class Installation:
         token = object()
         with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
-            self._sessions[token] = plan.properties.cast_policy == "apex", plan.properties.allow_banned
+            self._sessions[token] = plan.cast_policy == "apex"
             self._refresh()
             for where, name in self._bound_before() if len(self._sessions) == 1 else ():
                 log.warning(
@@ -96,9 +93,9 @@ class Installation:
     def _refresh(self) -> None:
         """Install the wrappers that the live sessions need; start again after an interrupted call."""
         sessions = self._sessions.values()
-        # All sessions share torch's functions: if one has apex's policy, or allow_banned=True, it applies to all.
-        needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
-        is_installed = needs == self._installed if sessions else not self._undos
+        # All sessions share torch's functions: if one has apex's policy, it applies to all.
+        is_apex = any(sessions)
+        is_installed = is_apex is self._installed if sessions else not self._undos
         if is_installed:
             return
         self._installed = None
@@ -106,10 +103,10 @@ class Installation:
         self._originals.clear()
         self._wrappers.clear()
         if sessions:
-            self._install(needs)
-            self._installed = needs
+            self._install(is_apex)
+            self._installed = is_apex
 
-    def _install(self, needs: _Needs) -> None:
+    def _install(self, is_apex: bool) -> None:
         """Install all wrappers. After an interrupted call, the next :meth:`_refresh` removes them."""
         _mark_compile_caches(self._undos)
         _keep_casts_out_of_backward(self._undos)
@@ -117,7 +114,7 @@ class Installation:
         cpu_autocast_list.follow_cuda(self._undos)
         for registration in REGISTERED:
             self._set(registration.owner, registration.name, _registered_wrapper(registration))
-        for owner, name, function in _wrappers(needs):
+        for owner, name, function in _wrappers(is_apex):
             if (id(owner), name) not in self._originals:  # a registration has precedence
                 self._set(owner, name, function)
 
@@ -141,12 +138,12 @@ class Installation:
         self._undos.set_attribute(owner, name, function)
 
 
-def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _wrappers(is_apex: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield (owner, attribute, wrapper) for every name that needs a wrapper on the devices present.
 
     All names of a function share one wrapper, because torch.compile identifies functions by object.
     """
-    (is_apex, allows_banned), present = needs, device_types()
+    present = device_types()
     for row in APEX_POLICY if is_apex else TORCH_POLICY:
         devices = wrapped_on(row, present)
         shared: dict[int, Callable[..., Any]] = {}
@@ -154,7 +151,7 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             owner, attribute = resolve_owner(name)
             original = getattr(owner, attribute)
             if id(original) not in shared:
-                shared[id(original)] = wrapper(row, name, original, devices, allows_banned)
+                shared[id(original)] = wrapper(row, name, original, devices)
             yield owner, attribute, shared[id(original)]
 
 
@@ -264,7 +261,7 @@ def apply(plan: Plan, owner: object = None) -> Undo:
     casts = ThreadCasts()
     try:
         INSTALLATION.add(plan, undos)
-        if plan.properties.cast_scope == "thread":
+        if plan.properties.patch_torch_functions is True:
             undos.push(functools.partial(_end, casts))
             casts.begin(plan.function_dtype)
         return undos.unwind if owner is None else undo_when_dropped(owner, undos.unwind, at_once=casts.end)

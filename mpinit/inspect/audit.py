@@ -15,12 +15,12 @@ from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.tables import counted, plain_table
 from ..basics.wrappers import iter_unwrapped
+from ..config.plan import make_plan
+from ..config.reading import resolve
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
-from ..plan import make_plan
 from ..session import Session
-from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.step_hooks import StepHooks
 from .copies import copy_of_optimizer, refuse_lazy, same_random_numbers

@@ -18,7 +18,7 @@ from .accelerate import attach, check
 from .pretrained import save_in
 
 if TYPE_CHECKING:
-    from ..settings.keywords import Level
+    from ..initialization import Level
 
 require("transformers")
 

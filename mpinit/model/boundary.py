@@ -18,9 +18,9 @@ from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may
 from ..basics.logs import log, warn_user
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
+from ..config.plan import KeepInputPredicate
 from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from ..masters.split import SplitMasters
-from ..plan import KeepInputPredicate
 from ..torch_internals.emulation import slowdown
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
-from ..plan import KeepInputPredicate
+from ..config.plan import KeepInputPredicate
 
 
 def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:

@@ -21,7 +21,7 @@ from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
-from ..plan import MasterWeightsMode, Plan
+from ..config.plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, set_state
 from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing

@@ -13,7 +13,7 @@ import torch
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.trees import TreeCast
-from ..plan import KeepInputPredicate
+from ..config.plan import KeepInputPredicate
 from ..torch_internals.running import is_eager, reads_without_sync
 from .precision_loss import COUNTED_BY_FLOAT32
 

@@ -21,15 +21,17 @@ from torch.optim import Optimizer
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted
+from ..config.plan import KeepRule
 from ..distributed.sharding import local
-from ..plan import KeepRule
-from ..settings.recipes import small_eps
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
 # float32 has every whole number up to here; a larger number is neither an id nor a counter.
 COUNTED_BY_FLOAT32: Final = 2**24
 _FEWEST_IN_TABLE: Final = 8
 _LEAST_SPAN: Final = 16.0
+# The smallest number of float16 above 0.
+_SMALLEST: Final = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+_EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
 
 
 def warn_about_precision_loss(
@@ -100,15 +102,22 @@ def warn_about_small_eps(index: ModelIndex, keeps: KeepRule) -> None:
     found = {
         name: eps
         for name, module in index.named_modules
-        if not type(module).__module__.startswith("torch.") and (eps := small_eps(module)) is not None
-        if name and not _is_kept(index, keeps, module)
+        if (eps := _small_eps(module)) is not None and name and not _is_kept(index, keeps, module)
     }
     if found:
         listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
         warn_user(
             f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. Add "
-            'keep_fp32=["@small_eps_norms"] beside what you keep already, or a larger eps'
+            f"keep_fp32=[{', '.join(map(repr, found))}] beside what you keep already, or a larger eps"
         )
+
+
+def _small_eps(module: nn.Module) -> float | None:
+    """Return the ``eps`` of a norm that is 0 in float16; None where there is none."""
+    # Norms of torch compute in float32 inside, with any eps.
+    attributes = {} if type(module).__module__.startswith("torch.") else vars(module)
+    values = [attributes.get(name) for name in _EPS_NAMES]
+    return next((eps for eps in values if isinstance(eps, float) and 0.0 < eps < _SMALLEST / 2), None)
 
 
 def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:

@@ -18,8 +18,8 @@ from ..basics.code_names import names_in
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
 from ..basics.weak_references import WeakList
+from ..config.plan import KeepRule, MasterWeightsMode, Plan
 from ..distributed.sharding import check_groups, gathered_dtypes
-from ..plan import KeepRule, MasterWeightsMode, Plan
 
 
 @dataclass(frozen=True, eq=False)

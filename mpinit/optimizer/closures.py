@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 
-from ..plan import ScalingRule
+from ..config.plan import Plan
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from .gradients import Gradients, begin_evaluations
 from .members import Members, Snapshot
@@ -26,9 +26,9 @@ class _EvaluationOverflow(Exception):
 class ClosureSteps:
     """Steps of an optimizer that are called with a closure."""
 
-    def __init__(self, members: Members, rule: ScalingRule, checks: GradientChecks, own: OwnStep, skips: Skips) -> None:
+    def __init__(self, members: Members, plan: Plan, checks: GradientChecks, own: OwnStep, skips: Skips) -> None:
         self._members = members
-        self._rule = rule
+        self._plan = plan
         self._checks = checks
         self._own = own
         self._skips = skips
@@ -45,7 +45,7 @@ class ClosureSteps:
         optimizer = self._members.optimizer
         # The snapshot restores the weights if every evaluation overflows, or the step raises. With a static scale only
         # an optimizer that changes weights before it evaluates the loss needs it.
-        is_kept = self._rule.dynamic or (self._checks.skips and not steps_per_parameter(optimizer))
+        is_kept = self._plan.is_dynamic or (self._checks.skips and not steps_per_parameter(optimizer))
         before = Snapshot(self._members) if is_kept else None
         evaluate = self._evaluator(gradients, closure)
         try:
@@ -80,7 +80,7 @@ class ClosureSteps:
                 return evaluate_until_finite()
 
         def evaluate_until_finite() -> Any:
-            for _ in range(self._rule.max_consecutive_skips if self._rule.dynamic else 1):
+            for _ in range(self._plan.max_consecutive_skips if self._plan.is_dynamic else 1):
                 if casts is None:
                     loss = closure()
                 else:

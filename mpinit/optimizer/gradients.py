@@ -147,7 +147,7 @@ class Gradients:
 
     def _unscale(self, scaler: LossScaler, done: Done, has_gradients: bool) -> torch.Tensor | None:
         self._inverse_scale = inverse = scaler.inverse_scale(self.state.scale)
-        is_checked = scaler.rule.dynamic or scaler.rule.skips_nonfinite
+        is_checked = scaler.skips
         fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
+from ..config.plan import Plan
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, decoded_state_dict
 from ..model.float32_values import Float32Values
 from ..model.written_buffers import WrittenBuffers
-from ..plan import Plan
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.running import reads_without_sync
@@ -112,7 +112,7 @@ class ManagedOptimizer:
     @functools.cached_property
     def scope(self) -> MasterSwap:
         """The float32 masters that are in its groups while its own code runs."""
-        return MasterSwap(self.members, self.shared.states, self.shared.plan.properties.split_bucket_bytes)
+        return MasterSwap(self.members, self.shared.states)
 
     @functools.cached_property
     def gradients(self) -> Gradients:
@@ -123,14 +123,14 @@ class ManagedOptimizer:
     def checks(self) -> GradientChecks:
         """The checks of its gradients."""
         shared = self.shared
-        made = GradientChecks(self.members, self.gradients, shared.plan.scaling, shared.ranks, shared.checks)
+        made = GradientChecks(self.members, self.gradients, shared.plan, shared.ranks, shared.checks)
         shared.checks.append(made)
         return made
 
     @functools.cached_property
     def skips(self) -> Skips:
         """The counts of steps, and the last overflow."""
-        return Skips(self.members, self.gradients, self.shared.plan.scaling)
+        return Skips(self.members, self.gradients, self.shared.plan)
 
     @functools.cached_property
     def sam(self) -> SamSteps:
@@ -139,7 +139,7 @@ class ManagedOptimizer:
 
     @functools.cached_property
     def _closures(self) -> ClosureSteps:
-        return ClosureSteps(self.members, self.shared.plan.scaling, self.checks, self.own, self.skips)
+        return ClosureSteps(self.members, self.shared.plan, self.checks, self.own, self.skips)
 
     @functools.cached_property
     def own(self) -> OwnStep:
@@ -294,7 +294,7 @@ def check_own_step(managed: ManagedOptimizer) -> None:
         RuntimeError: it would step 16-bit weights instead of their masters, or use gradients that overflowed.
     """
     managed.members.sync_groups()
-    if managed.members.masters or managed.shared.states is not None or managed.shared.plan.scaling.skips:
+    if managed.members.masters or managed.shared.states is not None or managed.shared.plan.skips:
         name = type(managed.optimizer).__name__
         raise RuntimeError(
             _BESIDE.format(name, "step", "update 16-bit weights without their masters, or with inf and nan")

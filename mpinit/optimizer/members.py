@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.weak_references import WeakList
+from ..config.plan import MasterWeightsMode
 from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
-from ..plan import MasterWeightsMode
 from ..torch_internals.bulk import are_same, exchanged
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known

@@ -83,7 +83,7 @@ class OverflowAgreement:
             RuntimeError: see :meth:`agree`. Or this rank has left out a backward pass that others have run.
         """
         is_owed = bool(self.verdicts.groups) and self.verdicts.expect(module)
-        if not is_owed or not self._scalers[0].rule.skips:
+        if not is_owed or not self._scalers[0].skips:
             return
         # The device is that of the other ranks' gradients; a meta model was materialised before its first forward.
         first = next(module.parameters(), None)
@@ -137,7 +137,7 @@ class OverflowAgreement:
     @property
     def has_groups(self) -> bool:
         """Return whether there is anything to agree on with other ranks."""
-        return self._scalers[0].rule.skips and bool(self.groups())
+        return self._scalers[0].skips and bool(self.groups())
 
     def agree(self, judged: Sequence[tuple[Members, Gradients]], pending: list[LossScaler]) -> None:
         """Replace what checks found by what all ranks found, in one collective a group, and update the scales.

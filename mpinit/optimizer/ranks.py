@@ -18,7 +18,6 @@ from ..distributed.replicas import (
     broadcast,
     delayed_by,
     is_joining,
-    reduce_in_float32,
     reduced_by,
     refuse_training,
     synced_by,
@@ -84,7 +83,6 @@ class Ranks:
     Attributes:
         guard: the checks before each forward of the models.
         is_first_step: whether :meth:`before_step` was not called yet.
-        reduces_in_float32: whether DistributedDataParallel averages 16-bit gradients in float32.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class Ranks:
         self._process_group = process_group
         self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
-        self.reduces_in_float32 = False
         # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
         self._making: tuple[Any, dict[int, int]] | None = None
         # Ids of the parameters whose dtype the session has changed.
@@ -186,13 +183,10 @@ class Ranks:
         elif event is Event.RETURNED:
             if self._wrappers.is_around(wrapper) and not self.overflow.stages.are_named:
                 self.overflow.verdicts.after_forward_of_wrapper(output)
-        elif self._wrappers.is_around(wrapper):
-            if self.reduces_in_float32:
-                reduce_in_float32(wrapper)
-            if event is Event.CALLED:
-                # Loops with a GradScaler compare in the step, and this rank may have omitted it.
-                self._check_same_scales()
-                self.overflow.before_forward_of_wrapper(wrapper)
+        elif self._wrappers.is_around(wrapper) and event is Event.CALLED:
+            # Loops with a GradScaler compare in the step, and this rank may have omitted it.
+            self._check_same_scales()
+            self.overflow.before_forward_of_wrapper(wrapper)
 
     def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
         # DistributedDataParallel has broadcast the tensors whose version has changed, also on the sending rank.
@@ -250,7 +244,7 @@ class Ranks:
         """
         group = wrapper.process_group
         for scaler in self._scalers:
-            if scaler.rule.dynamic:
+            if scaler.is_dynamic:
                 counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
                 there = counters.to(device_for(group, counters.device))
                 torch.distributed.broadcast(there, group=group, group_src=src)
@@ -276,11 +270,10 @@ class Ranks:
             return
         self.agree_under_pending()
         self.overflow.check_averages_masters()
-        rule = self._scalers[0].rule
-        if self.overflow.stages.are_without_this_rank and rule.skips:
+        if self.overflow.stages.are_without_this_rank and self._scalers[0].skips:
             raise RuntimeError(_NO_OPTIMIZER)
         known = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
-        if not known and rule.dynamic and has_other_processes():
+        if not known and self._scalers[0].is_dynamic and has_other_processes():
             raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))
 
     def agree_under_pending(self) -> None:

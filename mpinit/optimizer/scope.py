@@ -20,6 +20,9 @@ from ..torch_internals.running import bucket_bytes_at_most, without_gradients
 from .members import Members
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
+# Float32 bytes of the bucket of parameters that a step of split masters or encoded states updates at a time.
+BUCKET_BYTES: Final = 64 * 2**20
+
 
 @dataclass(eq=False)
 class Part:
@@ -92,11 +95,10 @@ class Parts:
         last: the parts that the last call of :meth:`now` returned.
     """
 
-    def __init__(self, members: Members, has_states: bool, bucket_bytes: int) -> None:
+    def __init__(self, members: Members, has_states: bool) -> None:
         self.last: list[Part] = []
         self._members = members
         self._has_states = has_states
-        self._bucket_bytes = bucket_bytes
         self._key: tuple[int, bool] = (-1, False)
 
     @property
@@ -135,7 +137,7 @@ class Parts:
             size = 8 * shard(weight).numel()
             group, remaining = room.get(weight.device, (None, 0))
             if group is None or remaining < size:
-                group, remaining = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
+                group, remaining = [], bucket_bytes_at_most(weight.device, BUCKET_BYTES)
                 groups.append(group)
             group.append(weight)
             room[weight.device] = group, remaining - size
@@ -152,14 +154,13 @@ class MasterSwap:
         is_open: whether the groups contain masters now.
     """
 
-    def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int) -> None:
+    def __init__(self, members: Members, states: EncodedStates | None) -> None:
         self.is_open = False
         self._members = members
         self._states = states
         # True: the masters of a part are read before the part's step. False: all are read before the first part.
         self._reads_parts = members.table.steps_in_parts
-        self._bucket_bytes = bucket_bytes
-        self._parts = Parts(members, states is not None, bucket_bytes)
+        self._parts = Parts(members, states is not None)
         self._exchange = _StateExchange(members)
         self._decoded: Any = {}
 
@@ -195,7 +196,7 @@ class MasterSwap:
     def release(self) -> None:
         """Close the scope, and free the memory of its batches."""
         self.close()
-        self._parts = Parts(self._members, self._states is not None, self._bucket_bytes)
+        self._parts = Parts(self._members, self._states is not None)
 
     def close(self) -> None:
         """Close the scope if an interruption has kept it open."""

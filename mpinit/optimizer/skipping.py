@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
+from ..config.plan import Plan
 from ..masters.full import FullMasters
-from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import Phase
@@ -84,11 +84,11 @@ class Skips:
         counter: of steps done and skipped.
     """
 
-    def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule) -> None:
+    def __init__(self, members: Members, gradients: Gradients, plan: Plan) -> None:
         self.counter = StepCounter()
         self._members = members
         self._gradients = gradients
-        self._rule = rule
+        self._plan = plan
         self._last_loss: torch.Tensor | None = None
         self._since_clamp_check = 0
         # True: the overflow for which the next step is skipped has been logged already.
@@ -130,7 +130,7 @@ class Skips:
         """Count a step that a kernel has done, or skipped by ``found_inf``."""
         self.counter.count_on_device(found_inf)
         # Reading the counters is a device sync, so it is done once in max_consecutive_skips steps.
-        limit = self._rule.max_consecutive_skips
+        limit = self._plan.max_consecutive_skips
         if not is_capturing() and self.counter.is_due(limit):
             self._since_clamp_check += limit
             consecutive = self.counter.read().consecutive
@@ -149,7 +149,7 @@ class Skips:
         """
         found_inf, scaler = self._gradients.state.found_inf, self._gradients.state.scaler
         is_unread = found_inf is not None and not reads_without_sync(found_inf.device)
-        if is_unread and scaler is not None and scaler.rule.dynamic:
+        if is_unread and scaler is not None and scaler.is_dynamic:
             scaler.is_changed = True  # its update has not read whether the scale was lowered
         if found_inf is not None and not self._is_logged:
             # If reading is no device sync, record_overflow() has logged what scale_loss found; this came later.
@@ -167,7 +167,7 @@ class Skips:
         count, loss = self.counter.read().consecutive, record.loss
         if loss is not None and not math.isfinite(loss):
             why = f"the loss itself was {loss:g}, so that no loss scale can help. {record.advice}"
-        elif self._rule.dynamic:
+        elif self._plan.is_dynamic:
             at = "" if record.scale is None else f" at loss scales down to {record.scale:g}"
             finite = "" if loss is None else f" although the loss was finite ({loss:g})"
             why = (
@@ -180,14 +180,14 @@ class Skips:
                 f"{record.advice}; skip_nonfinite=False lets them in"
             )
         # A dynamic scale skips steps in healthy trainings, too: no exception under "-W error".
-        (log.warning if self._rule.dynamic else warn_user)(f"{count} steps in a row were skipped because {why}")
+        (log.warning if self._plan.is_dynamic else warn_user)(f"{count} steps in a row were skipped because {why}")
 
     def _log_now(self, came_later: bool = False) -> OverflowReport:
         loss, self._last_loss = self._last_loss, None
         return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), loss, came_later)
 
     def _raise_after_too_many(self) -> None:
-        limit = self._rule.max_consecutive_skips
+        limit = self._plan.max_consecutive_skips
         if self.counter.read().consecutive < limit:
             return
         record = self.log.last or self._log_now()
@@ -196,7 +196,7 @@ class Skips:
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
             "lowering the loss scale does not help, so the forward or the loss itself is inf or nan. "
-            f"{record.advice}; max_consecutive_skips moves the limit"
+            f"{record.advice}"
         )
 
     def _clamp_weights(self) -> bool:

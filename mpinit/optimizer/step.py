@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
+from ..config.plan import Plan
 from ..distributed.sharding import is_distributed
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import ACTIVE_CASTS, renew_casts
-from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
-from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, agreed, check_of_grad_scaler, unread
+from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, agreed, check_of_grad_scaler
 from .gradients import Done, Gradients, GradientSample, largest
 from .members import Members
 from .ranks import Ranks
@@ -68,11 +68,11 @@ class GradientChecks:
         self,
         members: Members,
         gradients: Gradients,
-        rule: ScalingRule,
+        plan: Plan,
         ranks: Ranks,
         all_of_session: "Sequence[GradientChecks]",
     ) -> None:
-        self.skips = rule.skips
+        self.skips = plan.skips
         self.awaits_step = False
         self.has_own_checks = False
         self.ranks = ranks
@@ -80,7 +80,7 @@ class GradientChecks:
         self.writes = ScaledWrites(members)
         self._members = members
         self._gradients = gradients
-        self._rule = rule
+        self._plan = plan
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
         # How many forwards that were not compiled had run at the last step.
@@ -237,18 +237,10 @@ class GradientChecks:
         self._check_stepped()
 
     def _check_stepped(self) -> None:
-        rule = self._rule
         # torch.amp.GradScaler passes its own found_inf to a fused step.
         is_checked = getattr(self._members.optimizer, "found_inf", None) is not None
-        if self.skips and not is_checked:
-            first = next((weight for weight in self._members.weights if weight.grad is not None), None)
-            if first is None:
-                return
-            may_wait = rule.dynamic or rule.may_wait
-            if may_wait or reads_without_sync(first.device) or self._has_skipping_kernel():
-                self._gradients.check()
-            else:
-                self._gradients.apply(unread)
+        if self.skips and not is_checked and any(weight.grad is not None for weight in self._members.weights):
+            self._gradients.check()
 
     def hooks_wrote_nonfinite(self) -> bool:
         """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False if a kernel skips.
@@ -284,7 +276,7 @@ class GradientChecks:
             if gradients.state.phase is Phase.EMPTY and gradients.state.scaler is not None and what == STEP:
                 self.warn_no_gradient()
             return
-        is_scaled = self._rule.dynamic or self._rule.init_scale != 1.0
+        is_scaled = self._plan.loss_scale != 1.0
         if is_scaled and "unscaled" not in self._warned:
             self._warned.add("unscaled")
             warn_user(

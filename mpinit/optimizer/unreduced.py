@@ -67,8 +67,8 @@ class UnreducedGradients:
         present = self.present()
         if not present:
             return None
-        inverse, rule = scaler.inverse_scale(used), scaler.rule
-        if not (rule.dynamic or rule.skips_nonfinite):
+        inverse = scaler.inverse_scale(used)
+        if not scaler.skips:
             unscale_(present, inverse)
             return None
         return unscale_and_check_(present, inverse)

@@ -1,8 +1,4 @@
-"""A loss scaler: a scale and its counters on the device of the loss, updated by a frozen rule.
-
-The rule is no scaling, a static scale or a dynamic scale. The dynamic rule is that of Micikevicius et al., "Mixed
-Precision Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
-"""
+"""A loss scaler: a fixed scale, or one that a :class:`DynamicLossScale` moves, and its counters on a device."""
 
 import weakref
 from collections.abc import Mapping
@@ -12,8 +8,14 @@ from typing import Any
 import torch
 
 from ..basics.logs import log
-from ..plan import ScalingRule
-from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from ..config.loss_scale import (
+    LARGEST_COUNT,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    LossScale,
+    check_scale,
+)
 from ..torch_internals.running import reads_without_sync
 
 
@@ -37,6 +39,7 @@ class LossScaler:
 
     Attributes:
         loss_id: the number of the loss, below ``num_losses``.
+        skip_nonfinite: whether gradients are checked also where the scale does not move.
         scaled_count: how often a loss was scaled.
         changed_count: how often a loss was scaled for the first time after the scale was loaded, set or lowered, or its
             rule was changed. Growth does not count: ranks that reduce gradients together grow their scales together.
@@ -46,40 +49,54 @@ class LossScaler:
             None without a check.
     """
 
-    def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
+    def __init__(self, rule: LossScale, loss_id: int = 0, skip_nonfinite: bool = False) -> None:
         self._rule = self._first_rule = rule
         self.loss_id = loss_id
+        self.skip_nonfinite = skip_nonfinite
+        first = rule.init if isinstance(rule, DynamicLossScale) else rule
+        hysteresis = rule.hysteresis if isinstance(rule, DynamicLossScale) else 1
         # The scale; the number of good updates since it last changed; the number of overflows until it backs off, which
         # stays 0 until the scale grows. On the CPU, because the default device may be meta, whose tensors have no
         # value.
         self._state = (
-            torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),
+            torch.tensor(first, dtype=torch.float32, device="cpu"),
             torch.zeros((), dtype=torch.int32, device="cpu"),
-            torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
+            torch.tensor(hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._before_meta = self._state
         self.found_inf: torch.Tensor | None = None
         self.scaled_count = self.changed_count = 0
-        self.changed_to: tuple[torch.Tensor, ScalingRule] | None = None
+        self.changed_to: tuple[torch.Tensor, LossScale] | None = None
         self.is_changed = False
         self._used: weakref.ref[UsedScale] | None = None
 
     @property
-    def rule(self) -> ScalingRule:
-        """The rule that updates the scale. Setting another rule does not change the scale."""
+    def rule(self) -> LossScale:
+        """The number that losses are multiplied by, or the rule that moves it. Setting it does not change the scale."""
         return self._rule
 
     @rule.setter
-    def rule(self, rule: ScalingRule) -> None:
+    def rule(self, rule: LossScale) -> None:
         self.is_changed |= rule != self._rule
         self._rule = rule
-        # torch grows the scale when the count equals the interval; a count above it would never be equal.
-        self._state[1].clamp_(max=rule.growth_interval - 1)
+        if isinstance(rule, DynamicLossScale):
+            # torch grows the scale when the count equals the interval; a count above it would never be equal.
+            self._state[1].clamp_(max=rule.growth_interval - 1)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Return whether the scale moves."""
+        return isinstance(self._rule, DynamicLossScale)
+
+    @property
+    def skips(self) -> bool:
+        """Return whether gradients are checked, and a step is skipped for inf or nan among them."""
+        return self.is_dynamic or self.skip_nonfinite
 
     @property
     def is_identity(self) -> bool:
         """Return whether the scale is always 1."""
-        return not self._rule.dynamic and self._rule.init_scale == 1.0
+        return self._rule == 1.0
 
     @property
     def device(self) -> torch.device:
@@ -161,11 +178,12 @@ class LossScaler:
 
     @unskipped.setter
     def unskipped(self, count: int) -> None:
-        self._state[1].fill_(min(count, self._rule.growth_interval - 1))
+        rule = self._rule
+        self._state[1].fill_(min(count, rule.growth_interval - 1) if isinstance(rule, DynamicLossScale) else count)
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
         """Record the result of one check: a 0-dimensional float32 tensor, above 0 for inf or nan."""
-        if self._rule.dynamic:
+        if self.is_dynamic:
             found_inf = found_inf.to(self.device)
             self.found_inf = found_inf.clone() if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
 
@@ -177,12 +195,12 @@ class LossScaler:
                 the step that is skipped for it sets :attr:`is_changed`.
         """
         found_inf, self.found_inf = self.found_inf, None
-        if found_inf is None:
+        rule, (scale, unskipped, tolerance) = self._rule, self._state
+        if found_inf is None or not isinstance(rule, DynamicLossScale):
             return
         if (may_wait or reads_without_sync(found_inf.device)) and found_inf.item() > 0:
             self.is_changed = True
         self._keep_used()
-        rule, (scale, unskipped, tolerance) = self._rule, self._state
         if rule.hysteresis > 1:
             overflow = found_inf > 0
             grows = ~overflow & (unskipped + 1 >= rule.growth_interval)
@@ -195,7 +213,7 @@ class LossScaler:
         torch._amp_update_scale_(
             scale, unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
         )
-        scale.clamp_(rule.min_scale, rule.max_scale)
+        scale.clamp_(rule.lowest, rule.max)
 
     def counters(self) -> torch.Tensor:
         """Return the whole state as one float64 tensor on its device."""
@@ -218,7 +236,7 @@ class LossScaler:
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
         if self.is_identity:
             state["scales"] = False
-        if self._rule.hysteresis > 1:
+        if isinstance(self._rule, DynamicLossScale) and self._rule.hysteresis > 1:
             state["tolerance"] = int(self._state[2].item())
         return state
 
@@ -233,20 +251,20 @@ class LossScaler:
         faults = check_state(state)
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
-        if self._rule.dynamic and not state.get("scales", True):
+        if self.is_dynamic and not state.get("scales", True):
             return False
         rule, saved = self._rule, float(state["loss_scale"])
-        scale = min(max(saved, rule.min_scale), rule.max_scale) if rule.dynamic else rule.init_scale
+        hysteresis = rule.hysteresis if isinstance(rule, DynamicLossScale) else 1
+        scale = min(max(saved, rule.lowest), rule.max) if isinstance(rule, DynamicLossScale) else rule
         if scale != saved:
-            kind = "dynamic within its limits" if rule.dynamic else "static"
+            kind = "dynamic within its limits" if self.is_dynamic else "static"
             log.info("the saved loss scale %s is not used: here it is %s, and is %s now", saved, kind, scale)
-        follows = rule.dynamic and scale == saved
+        follows = self.is_dynamic and scale == saved
         self._keep_used()
         self._state[0].fill_(check_scale(scale))
-        self.is_changed |= rule.dynamic
+        self.is_changed |= self.is_dynamic
         self.unskipped = int(state["unskipped"]) if follows else 0
-        tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
-        self._state[2].fill_(min(tolerance, rule.hysteresis))
+        self._state[2].fill_(min(int(state.get("tolerance", hysteresis)) if follows else hysteresis, hysteresis))
         self.found_inf = None
         return True
 

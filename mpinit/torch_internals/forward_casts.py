@@ -40,7 +40,8 @@ class ForwardCasts:
     - The flag and the weight-cast cache are off: the user switched casts off, so the flag stays off.
     - The flag is off inside a ``torch.autocast`` block of this thread: the block switched it off, so it stays off. The
       exception is a block that torch opened to restore the state of a checkpoint's recomputation.
-    - The flag is off otherwise, as in a new thread or with ``cast_scope="model"``: it is switched on, with this dtype.
+    - The flag is off otherwise, as in a new thread or with ``patch_torch_functions="model"``: it is switched on, with
+      this dtype.
 
     torch.compile cannot trace a context manager that was made outside the compiled function. Use :meth:`run` where the
     forward may be traced.

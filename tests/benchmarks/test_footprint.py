@@ -22,6 +22,7 @@ from benchmarks.footprint import Level, trace  # noqa: E402
 from benchmarks.protocol import Interpreters  # noqa: E402
 from benchmarks.setting_up import Initialize  # noqa: E402
 from mpinit.masters import float_split, split  # noqa: E402
+from mpinit.optimizer import scope  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -128,14 +129,19 @@ IN_A_BUCKET = BUCKET // (8 * SIDE**2)
 COUNT = 4 * IN_A_BUCKET
 # What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.
 SPLIT_CHUNK, CHUNKS = 4 * float_split._CHUNK, 4 * 2**20
-SPLIT: dict[str, Any] = {"master_weights": "split", "split_bucket_bytes": BUCKET}
+SPLIT: dict[str, Any] = {"master_weights": "split"}
 # With which properties, and how many buffers of a bucket there are.
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "split": (SPLIT, 1),
     "bfloat16": (SPLIT | {"optimizer_state": "bfloat16"}, 2),
     "int8": (SPLIT | {"optimizer_state": "int8"}, 2),
-    "full, int8": ({"optimizer_state": "int8", "split_bucket_bytes": BUCKET}, 1),
+    "full, int8": ({"optimizer_state": "int8"}, 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scope, "BUCKET_BYTES", BUCKET)
 
 
 def step_traced(properties: dict[str, Any]) -> Level:

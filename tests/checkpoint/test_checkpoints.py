@@ -105,7 +105,9 @@ def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("scaler", [False, True])
 def test_dynamic_scale_ignores_the_scale_of_an_unscaled_run(source: str, scaler: bool) -> None:
     state = saved_at(source, scaler)
-    model, optimizer = loops.started("O2", num_losses=1 if scaler else 2, init_loss_scale=4096.0)
+    model, optimizer = loops.started(
+        "O2", num_losses=1 if scaler else 2, loss_scale=mpinit.DynamicLossScale(init=4096.0)
+    )
     with pytest.warns(UserWarning, match="where losses were not scaled.* stays 4096") as caught:
         if scaler:
             mpinit.GradScaler(optimizer).load_state_dict(state)
@@ -126,7 +128,7 @@ def test_resume_keeps_unscaled_runs_unscaled_and_restores_scales() -> None:
         mpinit.load_state_dict(saved_at("O0"), unscaled)
         mpinit.load_state_dict(saved_at("O2"), unscaled)
         assert mpinit.loss_scale(unscaled) == 1.0
-        dynamic = loops.start(loops.mlp(), "O2", init_loss_scale=4096.0)
+        dynamic = loops.start(loops.mlp(), "O2", loss_scale=mpinit.DynamicLossScale(init=4096.0))
         fallen = {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}  # a dynamic scale, as far down as it may go
         mpinit.load_state_dict(fallen, dynamic)
         assert mpinit.state_dict(dynamic) == fallen

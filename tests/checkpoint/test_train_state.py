@@ -135,13 +135,13 @@ def test_train_state_ignores_the_scale_of_an_unscaled_run() -> None:
     assert mpinit.loss_scale(optimizer) == 1024.0
     train(model, optimizer, batches(2))
     state = copied(TrainState(model, optimizer))
-    again, resumed = build("O2", init_loss_scale=8.0)
+    again, resumed = build("O2", loss_scale=mpinit.DynamicLossScale(init=8.0))
     TrainState(again, resumed).load_state_dict(state)
     assert mpinit.state_dict(resumed) == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}}
 
 
 def test_scales_counters_and_tolerance_resume() -> None:
-    model, optimizer = build("O2", num_losses=2, hysteresis=3)
+    model, optimizer = build("O2", num_losses=2, loss_scale=mpinit.DynamicLossScale(hysteresis=3))
     for loss_id in (0, 1):
         for factor in (1.0, float("inf")):
             backward(mse(model, batches(1)[0]) * (factor if loss_id else 1.0), optimizer, loss_id)
@@ -149,7 +149,7 @@ def test_scales_counters_and_tolerance_resume() -> None:
     before = mpinit.state_dict(optimizer)
     assert before["loss_scaler0"] != before["loss_scaler1"]
     state = copied(TrainState(model, optimizer))
-    again, resumed = build("O2", num_losses=2, hysteresis=3)
+    again, resumed = build("O2", num_losses=2, loss_scale=mpinit.DynamicLossScale(hysteresis=3))
     TrainState(again, resumed).load_state_dict(state)
     assert mpinit.state_dict(resumed) == before
 

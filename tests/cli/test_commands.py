@@ -72,14 +72,15 @@ def test_levels_shows_the_table_of_properties(printed: Printed) -> None:
 
 def test_levels_applies_overrides(printed: Printed, tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
-    config.write_text('growth_interval = 7\nopt_level = "O3"\nnum_losses = 2\n')
+    config.write_text('max_loss_scale = 8.0\nopt_level = "O3"\nnum_losses = 2\n')
     given = ["--set", "loss_scale=128", "--set", "keep_fp32=a, b", "--config", str(config)]
     lines = cells(printed("levels", "O2", *given))
     assert lines["loss_scale*"] == ["128.0", "override"]
     assert lines["keep_fp32*"] == ["a,", "b", "override"]
-    assert lines["growth_interval*"] == ["7", "override"]
+    assert lines["max_loss_scale*"] == ["8.0", "override"]
     assert lines["master_weights"] == ["True", "level"]
-    assert lines["hysteresis"] == ["1", "default"]
+    assert lines["num_losses*"] == ["2", "override"]
+    assert lines["verbosity"] == ["1", "default"]
     found = json.loads(printed("levels", "O2", "O5", "--set", "loss_scale=128", "--json"))
     assert found["O5"]["loss_scale"] == 128.0
     assert found["O2"]["cast_model_type"] == "float16"
@@ -120,13 +121,13 @@ def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], printed: Pri
 WRONG: dict[str, tuple[list[str], str]] = {
     "a level": (["levels", "O9"], "opt_level='O9' is not a level"),
     "an override": (["levels", "--set", "loss_scale"], "write NAME=VALUE"),
-    "a value": (["levels", "--set", "loss_scale=x"], "'x' is not a loss scale"),
+    "a value": (["levels", "--set", "loss_scale=x"], "loss_scale: input should be a valid number"),
     "a property": (["levels", "--set", "los_scale=2"], "did you mean 'loss_scale'"),
     "a keyword that is no property": (
         ["levels", "--set", "models=2"],
         "has no property 'models'. There are: cast_model_type,",
     ),
-    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "has no property 'dtype'; use cast_model_type"),
+    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "has no property 'dtype'; did you mean 'grad_dtype'"),
     "an option": (["levels", "--bogus"], "unrecognized arguments: --bogus"),
     "no colon": (["explain", "cli_models"], "write the module, a colon and the name"),
     "no module": (["explain", "no_such_module:build"], "there is no module 'no_such_module'"),
@@ -252,7 +253,7 @@ def test_training_resumes_from_a_converted_torch_checkpoint(tmp_path: Path) -> N
     batches = CASE.batches(6)[3:]
     expected = train(model, optimizer, batches, CASE.loss)
     resumed = CASE.build(1)
-    other = start(resumed, make=adam, init_loss_scale=2.0)
+    other = start(resumed, make=adam, loss_scale=mpinit.DynamicLossScale(init=2.0))
     resumed.load_state_dict(checkpoint["model"])
     other.load_state_dict(checkpoint["optimizer"])
     mpinit.load_state_dict(checkpoint["mpinit"], other)

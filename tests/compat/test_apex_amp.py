@@ -157,7 +157,7 @@ def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> N
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_one_loss_over_optimizers_of_two_initialize_calls(level: str, bad: int | None) -> None:
     apart, (one, two) = in_two_calls(level)
-    together, optimizers = pair(level, mpinit, cast_policy="apex")
+    together, optimizers = pair(level, mpinit)
     before = [values(model) for model in apart]
     factor = [INF if bad == index else 1.0 for index in range(2)]
     for models, own, amp in ((apart, [one, two], face), (together, optimizers, mpinit)):

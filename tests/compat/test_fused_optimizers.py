@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from loops import iterate
 
 import mpinit
 from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from mpinit.optimizer import scope
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -249,15 +251,16 @@ def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:
 
 
 def trained_in_16_bit(
-    make: Callable[[Any], torch.optim.Optimizer], **keywords: Any
+    make: Callable[[Any], torch.optim.Optimizer], bucket: int = 40_000, **keywords: Any
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", verbosity=0, **{"split_bucket_bytes": 40_000} | keywords)
-    for index in range(4):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))
-        iterate((model(x) - x).square().mean(), optimizer)
+    with mock.patch.object(scope, "BUCKET_BYTES", bucket):
+        mpinit.initialize(model, optimizer, "O5", **keywords)
+        for index in range(4):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))
+            iterate((model(x) - x).square().mean(), optimizer)
     return model, optimizer
 
 
@@ -273,7 +276,7 @@ def test_parameters_are_stepped_a_few_at_a_time_to_the_same_numbers(name: str, k
     make, reference = kinds[name]
     model, optimizer = trained_in_16_bit(make, **keywords)
     if reference is None:
-        other, other_optimizer = trained_in_16_bit(make, **keywords | {"split_bucket_bytes": 2**24})
+        other, other_optimizer = trained_in_16_bit(make, bucket=2**24, **keywords)
     else:
         other, other_optimizer = trained_in_16_bit(reference, **keywords)
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))

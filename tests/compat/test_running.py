@@ -21,6 +21,7 @@ import mpinit
 from mpinit.cli import main
 from mpinit.compat.apex import amp as face
 from mpinit.compat.apex.optimizers import FusedAdam
+from mpinit.initialization import start
 
 SCRIPTS = Path(__file__).with_name("scripts")
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -199,8 +200,7 @@ def test_the_same_bits(level: str, kind: str) -> None:
     their_losses = loop(face, theirs, their_optimizer)
     their_state, their_scale = theirs.state_dict(), face.state_dict()
     mpinit.undo(theirs)
-    # apex looks at gradients only where the scale moves.
-    mpinit.initialize(ours, our_optimizer, opt_level=level, cast_policy="apex", skip_nonfinite=False, verbosity=0)
+    start(ours, our_optimizer, level, {}, cast_policy="apex")
     our_losses = loop(mpinit, ours, our_optimizer)
     our_state, our_scale = ours.state_dict(), mpinit.state_dict(our_optimizer)
     mpinit.undo(ours)

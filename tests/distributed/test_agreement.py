@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpinit
 from mpinit.distributed import sharding
 
-SCALED = {"init_loss_scale": 1024.0}
+SCALED = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)}
 
 
 @ranks(2, ("ddp",), ("fsdp",))

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 STEPS = 3
-DYNAMIC = {"loss_scale": "dynamic", "init_loss_scale": 1024.0}
+DYNAMIC = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)}
 SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 # Every run has the simplest engines at all levels and what is refused; a long run every engine at one of its levels in
@@ -79,7 +79,7 @@ def test_as_by_hand(name: str, level: str) -> None:
 def test_random_overflows(name: str, level: str, steps: int) -> None:
     """Let ranks overflow at random: all must skip, and have the same weights."""
     engine = engines.ENGINES[name]
-    runs, model, optimizer = engines.pair(engine, level, loss_scale="dynamic", init_loss_scale=2.0**12)
+    runs, model, optimizer = engines.pair(engine, level, loss_scale=mpinit.DynamicLossScale(init=2.0**12))
     group = engines.mesh(2, 2).get_group("outer") if name == "hsdp" else dist.group.WORLD
     chance = random.Random(dist.get_rank())
     for micros in engines.cycles(engine, steps):
@@ -119,7 +119,7 @@ def run(schedule: Any, batch: tuple[Tensor, Tensor]) -> None:
 
 
 def stages_by_hand(kind: str, level: str, steps: int) -> engines.State:
-    dtype, scale = engines.DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
+    dtype, scale = engines.DTYPES[level], engines.first_scale(LEVELS[level])
     stage = own_stage()
     weights = masters = dict(stage.named_parameters())
     runs = stage
@@ -374,7 +374,7 @@ def test_long_cells_have_every_pair_of_options_at_every_level() -> None:
 
 
 def built(engine: engines.Engine, level: str, overflows: bool) -> Any:
-    scaling: dict[str, Any] = {"loss_scale": "dynamic", "init_loss_scale": 1024.0} if overflows else {}
+    scaling: dict[str, Any] = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)} if overflows else {}
     return engines.pair(engine, level, **scaling)
 
 

@@ -60,7 +60,7 @@ def trained(arguments: dict[str, Any], wraps: bool, late: bool = False, views: b
     long=[(level, late) for level in ("O0", "O1", "O2", "O3", "O4", "O5", "split") for late in (False, True)],
 )
 def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None:
-    dynamic = {"loss_scale": "dynamic", "init_loss_scale": 1024.0} if level in ("O1", "O2", "O3") else {}
+    dynamic = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)} if level in ("O1", "O2", "O3") else {}
     arguments = LEVELS[level] | dynamic | ({"cast_model_type": BF16} if level == "O3" else {}) | {"verbosity": 0}
     both = trained(arguments, wraps=True, late=late, views=not late)
     assert_one(list(both.values()))
@@ -222,7 +222,7 @@ def test_only_the_first_rank_logs() -> None:
 
 
 PROPERTIES = (
-    "O0", "O1:cast_scope=model", "O2", "O3:cast_model_type=bfloat16", "O4:cast_scope=model",
+    "O0", "O1:patch_torch_functions=model", "O2", "O3:cast_model_type=bfloat16", "O4:patch_torch_functions=model",
     "O5", "O5:master_weights=split", "O5:master_weights=model",
 )  # fmt: skip
 RUNS = (*(f"digits:{properties}" for properties in PROPERTIES), "text:O2", "stages:O2")

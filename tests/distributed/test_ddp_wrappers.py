@@ -126,8 +126,8 @@ def test_older_wrapper_of_a_part_is_found(level: str) -> None:
     model[2] = DistributedDataParallel(model[2])
     model[0] = DistributedDataParallel(model[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    asked = LEVELS[level] | {"loss_scale": "dynamic", "init_loss_scale": 2.0 ** (8 + dist.get_rank())}
-    with engines.refused(ValueError, "init_loss_scale is 256.0 on rank 0 and 512.0 on rank 1"):
+    asked = LEVELS[level] | {"loss_scale": mpinit.DynamicLossScale(init=2.0 ** (8 + dist.get_rank()))}
+    with engines.refused(ValueError, "loss_scale is DynamicLossScale(init=256.0"):
         mpinit.initialize(model, optimizer, **asked)
         step(model, optimizer, batch(dist.get_rank()))
 
@@ -160,8 +160,9 @@ def test_float32_reduction_when_compiled(how: str) -> None:
     """Check the first backward pass already, against the bits of a mean in float32."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
-    _, run = compiled(model, how, DistributedDataParallel)
+    mpinit.initialize(model, optimizer, "O5")
+    wrapped, run = compiled(model, how, DistributedDataParallel)
+    wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
     x = batch(dist.get_rank())
     expected = by_hand(x, BF16)
     for _ in range(2):
@@ -176,24 +177,26 @@ def test_float32_reduction_of_parts(compiles: bool) -> None:
     x = batch(dist.get_rank())
     model: Any = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
-    model[0] = DistributedDataParallel(model[0])
-    model[2] = DistributedDataParallel(model[2])
+    mpinit.initialize(model, optimizer, "O5")
+    for index in (0, 2):
+        model[index] = DistributedDataParallel(model[index])
+        model[index].register_comm_hook(None, mpinit.float32_allreduce_hook)
     loss_of((torch.compile(model, backend="eager") if compiles else model)(x)).backward()
     assert_gradients(gradients_of(model), by_hand(x, BF16))
 
 
-@ranks(3, (False, False), (True, False), long=[(False, True), (True, True)])
-def test_float32_reduction_in_join(divides_by_all: bool, is_older: bool) -> None:
-    """Train ranks with two, one and no batches: the divisor is DDP's, and no rank is blocked."""
+@ranks(3, (False,), long=[(True,)])
+def test_float32_reduction_in_join(is_older: bool) -> None:
+    """Train ranks with two, one and no batches: gradients are divided by all ranks, and no rank is blocked."""
     rank = dist.get_rank()
     model = network().to(BF16 if is_older else torch.float32)
     wrapped = DistributedDataParallel(model) if is_older else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
+    mpinit.initialize(model, optimizer, "O5")
     wrapped = wrapped or DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
     found = []
-    with wrapped.join(divide_by_initial_world_size=divides_by_all):
+    with wrapped.join():
         for index in range((2, 1, 0)[rank]):
             optimizer.zero_grad()
             loss_of(wrapped(batch(rank, index))).backward()
@@ -206,28 +209,10 @@ def test_float32_reduction_in_join(divides_by_all: bool, is_older: bool) -> None
         loss_of(plain(batch(rank, index).to(BF16)).float()).backward()
         for place, parameter in enumerate(plain.parameters()):
             assert parameter.grad is not None
-            gradient = parameter.grad.float() if rank < active else torch.zeros(parameter.shape)
-            total = gradient / 3 if divides_by_all else gradient
-            dist.all_reduce(total)
-            mean = (total if divides_by_all else total / active).to(BF16).float()
+            mean = (parameter.grad.float() if rank < active else torch.zeros(parameter.shape)) / 3
+            dist.all_reduce(mean)
             if rank < active:
-                assert torch.equal(found[index][place], mean), (index, place)
-
-
-@ranks(2)
-def test_float32_reduction_averages_again_after_join() -> None:
-    """Over all ranks."""
-    rank = dist.get_rank()
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
-    wrapped = DistributedDataParallel(model)
-    with wrapped.join(divide_by_initial_world_size=False):
-        for _ in range(rank):
-            loss_of(wrapped(batch(rank))).backward()
-    optimizer.zero_grad()
-    loss_of(wrapped(batch(rank))).backward()
-    assert_gradients(gradients_of(model), by_hand(batch(rank), BF16))
+                assert torch.equal(found[index][place], mean.to(BF16).float()), (index, place)
 
 
 class Named(nn.Module):
@@ -312,7 +297,7 @@ def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None
     rank = dist.get_rank()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=256.0 * (1 + rank))
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=256.0 * (1 + rank)))
     wrapped: Any = None
     # A rank may make it later than the other.
     if rank == 0:
@@ -320,7 +305,7 @@ def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None
     dist.barrier()
     if rank == 1:
         wrapped = DistributedDataParallel(model, init_sync=False)
-    with engines.refused(ValueError, "init_loss_scale is 256.0 on rank 0 and 512.0 on rank 1"):
+    with engines.refused(ValueError, "loss_scale is DynamicLossScale(init=256.0"):
         step(wrapped, optimizer, batch(rank))
 
 
@@ -331,7 +316,7 @@ def test_end_of_join_sends_what_the_wrapper_sends() -> None:
     torch.manual_seed(0)
     model = Named()
     optimizer = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=SCALE)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=SCALE))
     wrapped = told(model, "ignored")
     with torch.no_grad():
         model.state_dict()["first.weight"].add_(rank * 1e-5)
@@ -362,7 +347,9 @@ AGES, REDUCES = ("newer", "older"), ("", "float32")
 MATRIX = [
     (age, how, joins, level, reduces)
     for age, how, joins, level, reduces in itertools.product(AGES, ORDERS, JOINS, LEVELS, REDUCES)
-    if level in (*engines.DTYPES, "O1", "O4") and (not reduces or level in ("O2", "O5", "split"))
+    if level in (*engines.DTYPES, "O1", "O4")
+    # A communication hook divides by all ranks.
+    and (not reduces or (level in ("O2", "O5", "split") and joins != "ranks with batches"))
 ]
 # Neighbours differ in every axis.
 CHOSEN = MATRIX[::11]
@@ -371,7 +358,7 @@ CHOSEN = MATRIX[::11]
 def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
     """Train without mpinit and without a wrapper: gradients are averaged one by one, in the type that DDP sums in."""
     rank, counts = dist.get_rank(), JOINS[joins]
-    dtype, scale = engines.DTYPES.get(level), LEVELS[level].get("init_loss_scale", 1.0)
+    dtype, scale = engines.DTYPES.get(level), engines.first_scale(LEVELS[level])
     model = network()
     masters = weights = dict(model.named_parameters())
     runs: nn.Module = model
@@ -391,10 +378,8 @@ def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
         for weight, master in zip(weights.values(), masters.values(), strict=True):
             assert weight.grad is not None
             gradient = weight.grad.float() if reduces else weight.grad
-            counted_after = bool(reduces) and joins == "ranks with batches"
-            gradient = gradient if counted_after else gradient * (1 / divisor)
+            gradient = gradient * (1 / divisor)
             dist.all_reduce(gradient)
-            gradient = gradient / divisor if counted_after else gradient
             master.grad = gradient.to(weight.dtype).to(master.dtype) / scale
         optimizer.step()
         engines.round_into(weights, masters, level)
@@ -408,9 +393,10 @@ def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: s
     model = network()
     found = compiled(model, how, DistributedDataParallel) if age == "older" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
-    mpinit.initialize(model, optimizer, **LEVELS[level], **more)
+    mpinit.initialize(model, optimizer, **LEVELS[level])
     wrapped, run = found or compiled(model, how, DistributedDataParallel)
+    if reduces:
+        wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
 
     def train() -> None:
         with wrapped.join(joins != "ranks with batches") if joins else contextlib.nullcontext():
@@ -448,9 +434,10 @@ def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> 
         wrapped = DistributedDataParallel(model) if kind == "older" else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if kind != "plain":
-            more: dict[str, Any] = {"reduce_dtype": torch.float32} if reduces else {}
-            mpinit.initialize(model, optimizer, **LEVELS[level], **more)
+            mpinit.initialize(model, optimizer, **LEVELS[level])
         wrapped = wrapped or DistributedDataParallel(model)
+        if reduces:
+            wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
         for index in range(4):
             if index == 1:
                 before = collectives()
@@ -464,15 +451,3 @@ def test_step_has_as_many_collectives_as_plain_ddp(level: str, reduces: str) -> 
         if kind != "plain":
             mpinit.undo(model)
     assert counts[0] >= 3 and counts == [counts[0]] * len(counts), counts
-
-
-@ranks(2)
-def test_float32_reduction_without_buckets_is_refused() -> None:
-    """Refuse torch.compile's own reducer, which calls hooks with single gradients."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype=torch.float32)
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        wrapped = DistributedDataParallel(model)
-        with engines.refused(RuntimeError, "python_reducer", "ddp_optimizer"):
-            wrapped(batch(0))

@@ -5,13 +5,14 @@ Below the public face: local shards and codes are read, of which the public stat
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import engines
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engines import BF16, F32
-from models import LEVELS, level_arguments, train
+from models import LEVELS, dynamic, level_arguments, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 import mpinit
 from mpinit.distributed.sharding import shard
 from mpinit.masters.codecs.encoded import encoded_part
+from mpinit.optimizer import scope
 
 
 @ranks(
@@ -122,7 +124,7 @@ def test_optimizer_made_before_sharding_is_refused() -> None:
     for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
         model = engines.CASE.build()
         optimizer = engines.sgd_of(model)
-        mpinit.initialize(model, optimizer, level, init_loss_scale=1024.0, **more)
+        mpinit.initialize(model, optimizer, level, **dynamic(level, init=1024.0), **more)
         fully_shard(model.layer, mesh=engines.mesh(2))
         with engines.refused(RuntimeError, "layer.", "fully_shard"):
             train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(1)], engines.CASE.loss)
@@ -349,7 +351,7 @@ def wide_network() -> nn.Sequential:
 def encoded(encoding: str, kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = fully_shard(wide_network(), mesh=engines.mesh(2))
     optimizer = adam(model.parameters())
-    mpinit.initialize(model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind])
+    mpinit.initialize(model, optimizer, optimizer_state=encoding, **LEVELS[kind])
     return model, optimizer
 
 
@@ -368,11 +370,12 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @ranks(2, ("int8", "split"), ("bfloat16", "O5"), ("int8", "O0"))
+@mock.patch.object(scope, "BUCKET_BYTES", 40_000)
 def test_shards_are_encoded_as_parameters_of_their_own_are(encoding: str, kind: str) -> None:
     model, optimizer = encoded(encoding, kind)
     alone = nn.ParameterList(part.detach().chunk(2)[dist.get_rank()].clone() for part in wide_network().parameters())
     stepped = adam(alone.parameters())
-    mpinit.initialize(alone, stepped, optimizer_state=encoding, split_bucket_bytes=40_000, **LEVELS[kind])
+    mpinit.initialize(alone, stepped, optimizer_state=encoding, **LEVELS[kind])
     for index in range(4):
         backward_of_rank(model, optimizer, index)
         for weight, own in zip(model.parameters(), alone, strict=True):

@@ -20,7 +20,7 @@ let_torchvision_load()
 lightning = needs("lightning")
 
 LEVELS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**30, "growth_interval": 3},
+    "O2": {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=2.0**21, max=2.0**30, growth_interval=3)},
     "O5": {"opt_level": "O5"},
 }
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from models import LEVELS, Parts, train
 from processes import ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,14 +23,18 @@ import mpinit
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of TorchScript
 
-SCALED = {"init_loss_scale": 1024.0}
+SCALED = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)}
 INF = float("inf")
 
 
 MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scale": ({"loss_scale": 128.0}, {"loss_scale": 64.0}, "loss_scale is 128.0 on rank 0 and 64.0 on rank 1"),
     "kind": ({"loss_scale": "dynamic"}, {"loss_scale": 64.0}, "loss_scale is 'dynamic' on rank 0 and 64.0 on rank 1"),
-    "interval": ({"growth_interval": 5}, {"growth_interval": 7}, "growth_interval is 5 on rank 0 and 7 on rank 1"),
+    "interval": (
+        {"loss_scale": mpinit.DynamicLossScale(growth_interval=5)},
+        {"loss_scale": mpinit.DynamicLossScale(growth_interval=7)},
+        "loss_scale is DynamicLossScale",
+    ),
     "level": ({"opt_level": "O2"}, {"opt_level": "O1"}, "opt_level is 'O2' on rank 0 and 'O1' on rank 1"),
     "type": ({"opt_level": "O5"}, {"opt_level": "O2"}, "cast_model_type is torch.bfloat16 on rank 0"),
     "masters": ({"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}, "master_weights is True on rank"),
@@ -295,14 +298,15 @@ def test_gradients_averaged_by_hand_need_a_process_group(given: str) -> None:
 
 
 @ranks(2, ("O2",), ("split",), long=[("O5",), ("O3",)])
-def test_gradients_are_reduced_in_float32_by_keyword(level: str) -> None:
+def test_gradients_are_reduced_in_float32_by_a_hook(level: str) -> None:
     """And their mean is rounded once."""
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     asked = LEVELS[level] | {"loss_scale": 1.0}
-    mpinit.initialize(model, optimizer, reduce_dtype=torch.float32, **asked)
+    mpinit.initialize(model, optimizer, **asked)
     dtype = model.weight.dtype
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
     largest = 60000.0 if dtype is torch.float16 else 1.0
     ours = torch.tensor([[largest, -largest, 257.0, 1.0]]) * (1 if dist.get_rank() == 0 else 0.99)
     x = ours.to(dtype).float()
@@ -321,19 +325,6 @@ def test_gradients_are_reduced_in_float32_by_keyword(level: str) -> None:
     expected = (mean / 2).float().to(dtype).float()
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad.float(), expected)
-
-
-@ranks(2)
-def test_a_hook_beside_float32_reduction_is_refused() -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", reduce_dtype="float32")
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    with engines.refused(RuntimeError, "reduce_dtype=torch.float32 contradicts fp16_compress_hook"):
-        wrapped(torch.ones(1, 4))
-    with engines.refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
-        mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16")
 
 
 @ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])

@@ -11,7 +11,7 @@ import engines
 import torch
 import torch.distributed as dist
 from engines import refused, text
-from models import LEVELS
+from models import LEVELS, dynamic
 from processes import ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -22,7 +22,7 @@ import mpinit
 
 INF = float("inf")
 # Gradients of the losses below overflow above 2**10, whatever the model.
-HIGH: dict[str, Any] = {"init_loss_scale": 2.0**14}
+HIGH: dict[str, Any] = {"loss_scale": mpinit.DynamicLossScale(init=2.0**14)}
 OVERFLOWS = 4
 
 
@@ -98,7 +98,7 @@ def test_scale_backs_off_without_steps(kind: str, level: str) -> None:
 
 @ranks(2, ("ddp",), ("fsdp",), ("by hand",))
 def test_too_many_overflows_are_refused_without_steps(kind: str) -> None:
-    runs, model, optimizer = built(kind, "O2", max_consecutive_skips=3)
+    runs, model, optimizer = built(kind, "O2", loss_scale=mpinit.DynamicLossScale(max_consecutive_skips=3))
     batch = engines.mine(engines.CASE.batches(1)[0])
 
     def train(count: int) -> None:
@@ -204,7 +204,7 @@ def test_scale_that_one_rank_changes_is_refused_before_gradients_are_averaged(wa
 )
 def test_scale_that_all_ranks_change_alike_trains_on(way: str, loop: str) -> None:
     """Also if one rank omits the steps around an overflow."""
-    runs, model, optimizer = built("ddp", "O2", growth_interval=2)
+    runs, model, optimizer = built("ddp", "O2", loss_scale=mpinit.DynamicLossScale(growth_interval=2))
     batches = [engines.mine(batch) for batch in engines.CASE.batches(6)]
     train_by(loop, runs, optimizer, batches[0])
     change_scale(way, runs, model, optimizer, batches[1], on_rank=None)
@@ -251,7 +251,7 @@ WRITERS: dict[str, Callable[[Any], None]] = {
 )
 def test_inf_that_one_rank_writes_after_the_reduction_is_refused(way: str, level: str, write: str) -> None:
     """Clip before, which is right; overflows of all ranks are skipped."""
-    runs, model, optimizer = built("ddp", level, init_loss_scale=1024.0)
+    runs, model, optimizer = built("ddp", level, **dynamic(level, init=1024.0))
     for index, batch in enumerate(map(engines.mine, engines.CASE.batches(4))):
         last = index == 3 and dist.get_rank() == 1
 

@@ -38,11 +38,11 @@ def before() -> Iterator[dict[str, object]]:
     assert differences(before, namespace()) == []
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-def test_casts_end_with_a_session_that_is_dropped(scope: str, before: dict[str, object]) -> None:
-    model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O1", cast_scope=scope)
+@pytest.mark.parametrize("scope", [True, "model"])
+def test_casts_end_with_a_session_that_is_dropped(scope: Any, before: dict[str, object]) -> None:
+    model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O1", patch_torch_functions=scope)
     model.itself = [model]
-    assert model(torch.ones(1, 4)).dtype is (HALF if scope == "thread" else FP32)
+    assert model(torch.ones(1, 4)).dtype is (HALF if scope is True else FP32)
     del model
     gc.collect()
     assert torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype is FP32
@@ -118,7 +118,7 @@ def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
 
 def test_undo_in_a_block_is_possible_with_casts_of_the_model_alone() -> None:
     model = torch.nn.Linear(2, 2)
-    mpinit.initialize(model, opt_level="O1", cast_scope="model")
+    mpinit.initialize(model, opt_level="O1", patch_torch_functions="model")
     with torch.autocast("cpu", BF16):
         mpinit.undo(model)
         assert product_dtype() is BF16
@@ -143,9 +143,9 @@ def test_casts_ended_in_another_thread_end_at_the_next_pass(before: dict[str, ob
 NONE = ForwardCasts(None)
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: str) -> None:
-    undo, state = apply(o1_plan(cast_scope=scope)), namespace()
+@pytest.mark.parametrize("scope", [True, "model"])
+def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: Any) -> None:
+    undo, state = apply(o1_plan(patch_torch_functions=scope)), namespace()
     own = ForwardCasts(HALF)
     assert NONE.run(product_dtype) is FP32
     with own:
@@ -261,14 +261,14 @@ def test_an_interrupted_undo_completes_when_called_again(live: str, both: bool) 
 
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
-@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("scope", [True, "model"])
 def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes_in_float32(
-    level: str, scope: str
+    level: str, scope: Any
 ) -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     expected = model(x)
-    more = {} if level == "O5" else {"cast_scope": scope}
+    more = {} if level == "O5" else {"patch_torch_functions": scope}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level, **more)
     outputs = []

@@ -30,17 +30,17 @@ class Norms(nn.Module):
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("scope", [True, "model"])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_copy_computes_in_float32_after_undo(level: str, scope: str, way: str) -> None:
+def test_a_copy_computes_in_float32_after_undo(level: str, scope: Any, way: str) -> None:
     model, x = Norms(), torch.randn(4, 8)
     want = model(x)
-    mpinit.initialize(model, opt_level=level, cast_scope=scope)
+    mpinit.initialize(model, opt_level=level, patch_torch_functions=scope)
     in_16_bit = model(x)
     assert not torch.equal(in_16_bit, want)
     copied = COPIES[way](model)
     # With casts of the whole thread, any model in it has them, initialised or not.
-    assert torch.equal(copied(x), in_16_bit if scope == "thread" else want)
+    assert torch.equal(copied(x), in_16_bit if scope is True else want)
     assert torch.equal(model(x), in_16_bit)
     mpinit.undo(model)
     assert torch.equal(copied(x), want)
@@ -49,8 +49,8 @@ def test_a_copy_computes_in_float32_after_undo(level: str, scope: str, way: str)
 
 def test_a_copy_is_initialised_like_any_other_model() -> None:
     model, x = Norms(), torch.randn(4, 8)
-    mpinit.initialize(model, opt_level="O1", cast_scope="model")
+    mpinit.initialize(model, opt_level="O1", patch_torch_functions="model")
     in_16_bit = model(x)
     copied = copy.deepcopy(model)
-    mpinit.initialize(copied, opt_level="O1", cast_scope="model")
+    mpinit.initialize(copied, opt_level="O1", patch_torch_functions="model")
     assert torch.equal(copied(x), in_16_bit)

@@ -37,7 +37,7 @@ def test_last_undo_of_several_sessions_restores_torch(order: tuple[int, ...]) ->
     undos = [
         apply(o1_plan()),
         apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex")),
-        apply(o1_plan(cast_scope="model", allow_banned=True)),
+        apply(o1_plan(patch_torch_functions="model")),
     ]
     for count, index in enumerate(order):
         assert differences(before, namespace()), count
@@ -65,7 +65,7 @@ def test_wrappers_have_the_names_of_their_functions(start_casts: StartCasts) -> 
 
 
 def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_casts: StartCasts) -> None:
-    start_casts(cast_scope="model")
+    start_casts(patch_torch_functions="model")
     assert (is_on(), product_dtype(), torch.is_autocast_cache_enabled()) == (False, FP32, True)
     start_casts()
     assert in_thread(lambda: (is_on(), product_dtype())) == (False, FP32)
@@ -168,7 +168,7 @@ class Scriptable(torch.nn.Module):
 def test_torchscript_and_tracers_accept_wrappers(start_casts: StartCasts) -> None:
     x = torch.rand(2, 2)
     plain = Scriptable()(x)
-    undo = start_casts(cast_scope="model")
+    undo = start_casts(patch_torch_functions="model")
     wrapper, table = torch.exp, torch.jit._builtins._get_builtin_table()
     assert table[id(wrapper)] == "aten::exp"
     scripted = torch.jit.script(Scriptable())

@@ -62,10 +62,10 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("cast", [Cast.LOWER_PRECISION, Cast.FP32, Cast.PROMOTE, Cast.BANNED], ids=str)
 def test_every_row_compiles_to_what_eager_mode_gives(cast: Cast) -> None:
     rows = names_of(cast)
-    given = FP32 if cast is Cast.LOWER_PRECISION else HALF
+    given = {Cast.LOWER_PRECISION: FP32, Cast.BANNED: BF16}.get(cast, HALF)
     args = [sample(row.name, name)(Make("cpu", given)) for row, name in rows]
     call, forward = calling([name for _, name in rows]), ForwardCasts(HALF)
-    undo = apply(o1_plan(allow_banned=True))
+    undo = apply(o1_plan())
     try:
         eager = forward.run(call, args)
         compiled = torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
@@ -106,11 +106,11 @@ def test_a_backward_compiled_with_casts_on_around_it_has_none(monkeypatch: pytes
         undo()
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-def test_disable_casts_around_a_compiled_model(scope: str) -> None:
+@pytest.mark.parametrize("scope", [True, "model"])
+def test_disable_casts_around_a_compiled_model(scope: Any) -> None:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     plain = model(x)
-    mpinit.initialize(model, opt_level="O1", cast_scope=scope)
+    mpinit.initialize(model, opt_level="O1", patch_torch_functions=scope)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert not torch.equal(compiled(x).float(), plain)
     with mpinit.disable_casts():
@@ -126,7 +126,7 @@ def test_functions_compile_again_after_the_last_session() -> None:
     args = [sample(row.name, name)(Make("cpu", HALF)) for row, name in rows]
     call = calling([name for _, name in rows])
     forward = ForwardCasts(HALF)
-    undo = apply(o1_plan(cast_scope="model"))
+    undo = apply(o1_plan(patch_torch_functions="model"))
     try:
         torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
     finally:

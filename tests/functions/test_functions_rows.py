@@ -61,7 +61,7 @@ def expected(row: CastRow, lower: torch.dtype, given: tuple[torch.dtype, ...]) -
 def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
     row: CastRow, policy: str, name: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
-    start_casts(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
+    start_casts(patch_torch_functions_type=lower, cast_policy=policy)
     follows(row, name, device().type, lower)
 
 
@@ -71,7 +71,7 @@ def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
 ) -> None:
     """CUDA is on the rows' lists and Metal is not: one wrapper for the CPU inside another."""
     monkeypatch.setattr(native_autocast, "_devices", ("cpu", accelerator))
-    start_casts(allow_banned=True)
+    start_casts()
     for row in TORCH_POLICY:
         for name in row.names:
             follows(row, name, "cpu", HALF)
@@ -81,7 +81,7 @@ def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
 def test_rows_hold_on_a_device_with_a_list_of_its_own(start_casts: StartCasts) -> None:
     if device().type != "sim":
         pytest.skip("every other device has one always")
-    start_casts(allow_banned=True)
+    start_casts()
     with simulated_device.autocast_list():
         for row in TORCH_POLICY:
             for name in row.names:
@@ -95,6 +95,10 @@ def follows(row: CastRow, name: str, device: str, lower: torch.dtype) -> None:
         return
     for given in ((FP32,), (lower,), (lower, FP32)):
         make = Make(device, *given)
+        if row.cast is Cast.BANNED and HALF in given:
+            with pytest.raises(NotImplementedError):
+                resolve(name)(*sample(row.name, name)(make))
+            continue
         outputs = floating(resolve(name)(*sample(row.name, name)(make)))
         used = given if len(make.made) > 1 else given[:1]
         assert [output.dtype for output in outputs] == [expected(row, lower, used)] * len(outputs), (name, given)
@@ -166,10 +170,11 @@ def test_float64_and_integers_are_never_cast(start_casts: StartCasts) -> None:
     assert number.sum().dtype is torch.int64
 
 
-def test_banned_in_float16_only_and_where_it_is_not_allowed(start_casts: StartCasts) -> None:
-    undo, loss = start_casts(), torch.nn.functional.binary_cross_entropy
+def test_banned_in_float16_only(start_casts: StartCasts) -> None:
+    start_casts()
+    loss = torch.nn.functional.binary_cross_entropy
     probability, target = torch.full((2,), 0.5), torch.ones(2)
-    with pytest.raises(NotImplementedError, match=r"BCEWithLogitsLoss.*\"sigmoid\".*allow_banned=True"):
+    with pytest.raises(NotImplementedError, match=r"BCEWithLogitsLoss.*\"sigmoid\""):
         loss(probability.half(), target.half())
     with pytest.raises(NotImplementedError):
         torch.nn.BCELoss()(probability.half(), target)
@@ -177,9 +182,6 @@ def test_banned_in_float16_only_and_where_it_is_not_allowed(start_casts: StartCa
     assert loss(probability.bfloat16(), target.bfloat16()).dtype is FP32
     with torch.autocast("cpu", enabled=False):
         assert loss(probability.half(), target.half()).dtype is HALF
-    undo()
-    start_casts(allow_banned=True)
-    assert torch.nn.functional.binary_cross_entropy(probability.half(), target).dtype is FP32
 
 
 def test_the_policies_differ_only_where_they_should(start_casts: StartCasts) -> None:
@@ -198,7 +200,7 @@ def test_the_policies_differ_only_where_they_should(start_casts: StartCasts) -> 
 @pytest.mark.device
 @pytest.mark.parametrize("kind", device_types())
 def test_wrappers_follow_the_flag_of_the_tensors_device(kind: str, start_casts: StartCasts) -> None:
-    start_casts(cast_scope="model")
+    start_casts(patch_torch_functions="model")
     x = torch.ones(2, 3, dtype=HALF, device=kind)
     assert x.exp().dtype is HALF
     with ForwardCasts(HALF):

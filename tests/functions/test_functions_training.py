@@ -16,16 +16,16 @@ from torch.nn import functional as F
 import mpinit
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-def test_replicas_in_threads_cast_and_train(scope: str, initialize: Initialize) -> None:
+@pytest.mark.parametrize("scope", [True, "model"])
+def test_replicas_in_threads_cast_and_train(scope: Any, initialize: Initialize) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1), nn.Linear(3, 2))
-    initialize(model, cast_scope=scope)
+    initialize(model, patch_torch_functions=scope)
     seen: list[torch.dtype] = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(model, [torch.randn(2, 3) for _ in range(4)]))
     assert seen == [HALF] * 4
-    assert [output.dtype for output in outputs] == [HALF if scope == "thread" else FP32] * 4
+    assert [output.dtype for output in outputs] == [HALF if scope is True else FP32] * 4
     sum(output.float().sum() for output in outputs).backward()
     assert model[0].weight.grad.dtype is FP32
 
@@ -38,7 +38,7 @@ def test_a_float32_teacher_is_bit_identical_beside_a_model_scoped_student(initia
     want.sum().backward()
     want_grads = [p.grad.clone() for p in teacher.parameters() if p.grad is not None]
     teacher.zero_grad()
-    initialize(student, torch.optim.SGD(student.parameters(), lr=0.1), cast_scope="model")
+    initialize(student, torch.optim.SGD(student.parameters(), lr=0.1), patch_torch_functions="model")
     output = student(x)
     assert output.dtype is FP32
     assert not torch.equal(output, want)
@@ -72,8 +72,8 @@ def test_a_model_of_another_session_computes_the_bits_of_before(
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-def test_gradient_penalty_matches_float32(scope: str, initialize: Initialize) -> None:
+@pytest.mark.parametrize("scope", [True, "model"])
+def test_gradient_penalty_matches_float32(scope: Any, initialize: Initialize) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def test_gradient_penalty_matches_float32(scope: str, initialize: Initialize) ->
         return output.float() * 0.1 + ((grad / scale).norm(2, dim=1) - 1).square().mean()
 
     penalised(reference, lambda loss: loss, 1.0).backward()
-    initialize(model, optimizer, cast_scope=scope, loss_scale=256.0)
+    initialize(model, optimizer, patch_torch_functions=scope, loss_scale=256.0)
     scale = mpinit.loss_scale(optimizer)
     assert scale == 256.0
     loss = penalised(model, lambda output: output.float() * scale, scale)
@@ -162,13 +162,13 @@ def by_loading(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [by_hand, by_data, by_ema, by_loading])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("scope", [True, "model"])
 def test_a_weight_cast_never_outlives_a_change(
-    change: Callable[[nn.Module], None], context: Callable[[], Any], scope: str, initialize: Initialize
+    change: Callable[[nn.Module], None], context: Callable[[], Any], scope: Any, initialize: Initialize
 ) -> None:
     model = nn.Linear(4, 2, bias=False)
     nn.init.constant_(model.weight, 0.5)
-    initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), cast_scope=scope)
+    initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), patch_torch_functions=scope)
     x = torch.ones(1, 4)
     with context():
         assert model(x)[0, 0].item() == 2.0

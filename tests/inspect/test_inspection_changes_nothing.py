@@ -162,7 +162,9 @@ def adam(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("fault", list(planted(60)), ids=str)
 def test_watch_overflow_names_planted_faults(fault: Planted) -> None:
-    model, optimizer = mpinit.initialize(fault.model, adam(fault.model), "O2", init_loss_scale=256.0)
+    model, optimizer = mpinit.initialize(
+        fault.model, adam(fault.model), "O2", loss_scale=mpinit.DynamicLossScale(init=256.0)
+    )
     with mpinit.watch_overflow(model) as watch:
         backward(fault.step(model), optimizer)
     assert watch.first is not None and watch.kind == EXPECTED.get(fault.kind, fault.kind), str(watch)
@@ -193,7 +195,7 @@ def test_audit_foresees_weights_that_do_not_move(fault: Planted) -> None:
 def test_nothing_is_found_in_healthy_models(network: str, seed: int) -> None:
     case = CASES[network]
     model, batch = case.build(seed), case.batches(seed + 1)[-1]
-    model, optimizer = mpinit.initialize(model, adam(model), "O2", init_loss_scale=256.0)
+    model, optimizer = mpinit.initialize(model, adam(model), "O2", loss_scale=mpinit.DynamicLossScale(init=256.0))
     with mpinit.watch_overflow(model) as watch:
         backward(case.loss(model(batch[0]), batch[1]), optimizer)
     assert watch.first is None and "no overflow in this batch" in str(watch)

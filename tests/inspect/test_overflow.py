@@ -79,7 +79,9 @@ def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
 
 def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
     model = backwards()
-    optimizer = start(model, "O2", max_consecutive_skips=3, init_loss_scale=1.0, min_loss_scale=1.0)
+    optimizer = start(
+        model, "O2", loss_scale=mpinit.DynamicLossScale(max_consecutive_skips=3, init=1.0), min_loss_scale=1.0
+    )
     with pytest.raises(RuntimeError) as caught:
         for _ in range(3):
             iterate(mse(model, BATCH), optimizer)
@@ -162,7 +164,7 @@ def test_number_that_autograd_saved_can_be_read_in_the_block() -> None:
 def test_masks_of_minus_infinity_are_no_fault() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    optimizer = start(model, "O2", init_loss_scale=8.0)
+    optimizer = start(model, "O2", loss_scale=mpinit.DynamicLossScale(init=8.0))
     mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
     with mpinit.watch_overflow(model) as watch:
         backward(model(torch.randn(2, 5, 8), src_mask=mask).square().mean(), optimizer)

@@ -19,7 +19,7 @@ from mpinit.integrations.accelerate import attach
 
 MIXED = {name: level for name, level in LEVELS.items() if name != "O3"}
 Parts = tuple[Accelerator, Any, Any, Any]
-LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**40, "max_loss_scale": 2.0**50, "growth_interval": 4}
+LARGE = {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=2.0**40, max=2.0**50, growth_interval=4)}
 
 
 def made(level: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:

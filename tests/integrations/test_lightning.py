@@ -92,7 +92,9 @@ class Epochs(Module):
 
 
 def test_schedulers_of_epochs_do_not_ask_for_the_last_step() -> None:
-    run = fit(Epochs(), {**LARGE, "init_loss_scale": 2.0**40}, batches(1), max_epochs=2)
+    run = fit(
+        Epochs(), {**LARGE, "loss_scale": mpinit.DynamicLossScale(init=2.0**40, max=2.0**40)}, batches(1), max_epochs=2
+    )
     assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.025]
 
 
@@ -219,7 +221,7 @@ def test_another_fit_goes_on_with_the_scale() -> None:
     run = trainer(LARGE)
     run.fit(module, loader(batches(12)))
     scale = run.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"]
-    assert scale < LARGE["init_loss_scale"]
+    assert scale < LARGE["loss_scale"].init
     run.fit_loop.max_epochs = 2
     run.precision_plugin.convert_module(module)
     assert mpinit.loss_scale(module) == scale

@@ -265,7 +265,8 @@ def train_and_watch(self, **given):
 
 YOLO.train = train_and_watch
 nothing = SimpleNamespace(initialize=lambda *_, **__: None, GradScaler=lambda _: torch.amp.GradScaler(enabled=False))
-small = functools.partial(mpinit.initialize, init_loss_scale=8.0)  # else the first steps are skipped
+# Without this the first steps are skipped.
+small = functools.partial(mpinit.initialize, loss_scale=mpinit.DynamicLossScale(init=8.0))
 initialised = SimpleNamespace(initialize=small, GradScaler=mpinit.GradScaler)
 mixed, plain = (run(mpinit=each)["model"] for each in (initialised, nothing))
 assert next(mixed.trainer.model.parameters()).dtype is torch.float16

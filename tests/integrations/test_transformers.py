@@ -15,6 +15,7 @@ import pytest
 import torch
 from frameworks import needs, same_bits, samples, tiny_model
 from loops import backward
+from models import dynamic
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, BertTokenizer, Trainer, TrainingArguments, default_data_collator, get_scheduler
@@ -30,12 +31,12 @@ MODELS = ["bert", "gpt2", "llama", "t5", "vit"]
 # The Trainer counts the labels of these models shifted by one.
 CAUSAL = ["llama"]
 LEVELS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2", "init_loss_scale": 256.0, "growth_interval": 3},
+    "O2": {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=256.0, growth_interval=3)},
     "O5": {"opt_level": "O5"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
 }
 # The scale is too large for float16 at first: steps are skipped, and later it grows again.
-OVERFLOWING = {"opt_level": "O2", "init_loss_scale": 2.0**30, "max_loss_scale": 2.0**40, "growth_interval": 3}
+OVERFLOWING = {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=2.0**30, max=2.0**40, growth_interval=3)}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -343,7 +344,7 @@ def test_trained_layers_beside_adapters_are_16_bit_with_masters(
 
     name, asked = PEFT[case]
     losses, weights = [], []
-    for given in (None, {"opt_level": level, "init_loss_scale": 256.0}):
+    for given in (None, {"opt_level": level} | dynamic(level, init=256.0)):
         torch.manual_seed(0)
         model = peft.get_peft_model(tiny_model(name), peft.LoraConfig(r=2, **asked))
         before = copy.deepcopy(model.state_dict())
@@ -373,7 +374,7 @@ def test_tuners_with_buffers_and_with_copies_of_norms_train_as_in_float32(
     import peft
 
     losses = []
-    for given in (None, {"opt_level": level, "init_loss_scale": 256.0}):
+    for given in (None, {"opt_level": level} | dynamic(level, init=256.0)):
         torch.manual_seed(0)
         task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
         vera = peft.VeraConfig(r=2, target_modules=["q_proj"], **task)
@@ -395,7 +396,7 @@ def test_modules_that_transformers_lists_stay_float32(
     model = tiny_model("t5")
     assert model._keep_in_fp32_modules == {"wo"}
     with caplog.at_level("INFO", "mpinit"):
-        trainer = trained("t5", tmp_path, {"opt_level": level, "init_loss_scale": 256.0}, model=model, max_steps=2)
+        trainer = trained("t5", tmp_path, {"opt_level": level} | dynamic(level, init=256.0), model=model, max_steps=2)
     outputs = {name: p.dtype for name, p in model.named_parameters() if ".wo." in name}
     assert len(outputs) == 4 and set(outputs.values()) == {torch.float32 if kept or level == "O1" else torch.bfloat16}
     assert model.shared.weight.dtype is {"O1": torch.float32, "O2": torch.float16, "O5": torch.bfloat16}[level]
@@ -559,7 +560,7 @@ def test_galore_and_apollo_train_as_in_float32(optim: str, level: str, tmp_path:
     masters = {"split": "split", "model": "model"}.get(level.partition(", ")[2])
     given: dict[str, Any] = {"opt_level": level[:2], **({"master_weights": masters} if masters else {})}
     if level == "O2":
-        given["init_loss_scale"] = 256.0
+        given["loss_scale"] = mpinit.DynamicLossScale(init=256.0)
     more: dict[str, Any] = {"optim": optim, "optim_target_modules": "all-linear", "lr_scheduler_type": "constant"}
     more |= {"gradient_accumulation_steps": 1, "optim_args": "rank=4, update_proj_gap=2, scale=1.0"}
     if is_layer_wise:

@@ -42,7 +42,7 @@ def growing(start: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[start, 1.0]]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1000.0)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=2.0)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=2.0))
     return model, optimizer
 
 
@@ -87,7 +87,7 @@ def test_weights_beyond_float16_are_clamped_where_a_kernel_skips() -> None:
         model.weight.copy_(torch.tensor([[64000.0, 1.0]]))
     model = placed(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1000.0, fused=True)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=2.0, max_consecutive_skips=4)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=2.0, max_consecutive_skips=4))
     with pytest.warns(UserWarning, match="weight grew beyond the largest float16"):
         for _ in range(12):
             optimizer.zero_grad()

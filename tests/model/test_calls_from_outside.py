@@ -321,7 +321,7 @@ def test_an_entry_point_called_by_forward_casts_nothing_more() -> None:
 
 
 def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:
-    model = quietly(Classifier(), "O1", cast_scope="model", entry_points="embed")
+    model = quietly(Classifier(), "O1", patch_torch_functions="model", entry_points="embed")
     seen: list[torch.dtype] = []
     model.backbone.encoder.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
     assert model.embed(torch.randn(1, 4))["embedded"].dtype is F32

@@ -90,7 +90,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "O0": LEVELS["O0"],
     "O1": LEVELS["O1"],
     "O4": LEVELS["O4"],
-    "O4 in the model": LEVELS["O4"] | {"cast_scope": "model"},
+    "O4 in the model": LEVELS["O4"] | {"patch_torch_functions": "model"},
     "O1 with a kept part": LEVELS["O1"] | {"keep_fp32": ["head"]},
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from frameworks import let_torchvision_load, marked_for, needs, tiny_model
 from loops import backward
-from models import equal_tensors
+from models import dynamic, equal_tensors
 from torch import Tensor, nn
 
 import mpinit
@@ -184,7 +184,7 @@ def test_a_model_of_a_library_trains_with_no_warning_but_these(name: str, level:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mpinit.initialize(model, optimizer, level, init_loss_scale=128.0)
+        mpinit.initialize(model, optimizer, level, **dynamic(level, init=128.0))
         for _ in range(2):
             loss = loss_of(name, model)
             backward(loss, optimizer)
@@ -216,7 +216,7 @@ def test_a_norm_of_rows_of_zeros_is_named_and_trains_in_float32(caplog: pytest.L
             warnings.simplefilter("ignore")  # of what the libraries deprecate
             model = of_library(name).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        mpinit.initialize(model, optimizer, "O2", init_loss_scale=4.0, keep_fp32=kept)
+        mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=4.0), keep_fp32=kept)
         for _ in range(4):
             backward(loss_of(name, model), optimizer)
             optimizer.step()

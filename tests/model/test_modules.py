@@ -333,7 +333,7 @@ def test_the_fast_path_is_off_only_where_it_would_pass_a_module_by() -> None:
         assert not torch.backends.mha.get_fastpath_enabled()
     mpinit.undo(first)
     assert not torch.backends.mha.get_fastpath_enabled()
-    casts = mpinit.initialize(nn.Linear(2, 2), None, "O1", cast_scope="model")
+    casts = mpinit.initialize(nn.Linear(2, 2), None, "O1", patch_torch_functions="model")
     mpinit.undo(second)
     assert torch.backends.mha.get_fastpath_enabled()
     with torch.autocast("cpu"):

@@ -39,12 +39,11 @@ def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) 
 
 
 @pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 128.0])
+@pytest.mark.parametrize("loss_scale", [mpinit.DynamicLossScale(init=256.0, growth_interval=100), 1.0, 128.0])
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "split")])
 def test_300_micro_batches_give_300(dtype: torch.dtype, kind: Any, loss_scale: Any, delay: bool) -> None:
     model = Parts(lambda self: self.weight.sum(), weight=nn.Parameter(torch.zeros(3)))
-    given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
-    optimizer = loops.start(model, "O2", dtype, loops.plain_sgd, **given)
+    optimizer = loops.start(model, "O2", dtype, loops.plain_sgd, loss_scale=loss_scale, master_weights=kind)
     for _ in range(300):
         loops.backward(model(), optimizer, delay_unscale=delay)
     assert [g.tolist() for g in loops.gradients(optimizer) if g is not None] == [[300.0] * 3]
@@ -94,7 +93,7 @@ def test_a_retained_graph_gives_its_gradient_again(level: str) -> None:
 def test_delayed_check_updates_the_scale_at_the_first_step(first: int) -> None:
     models, batch = [loops.mlp(), loops.mlp(1)], loops.batches(1)[0]
     optimizers = [loops.momentum(model.parameters()) for model in models]
-    mpinit.initialize(models, optimizers, opt_level="O2", init_loss_scale=4.0)
+    mpinit.initialize(models, optimizers, opt_level="O2", loss_scale=mpinit.DynamicLossScale(init=4.0))
     loss = loops.poison(loops.mse(models[0], batch) + loops.mse(models[1], batch), models[0][0].weight)
     loops.backward(loss, optimizers, delay_overflow_check=True)
     assert mpinit.loss_scale(optimizers[0]) == 4.0

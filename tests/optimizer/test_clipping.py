@@ -86,7 +86,7 @@ def test_norm_of_16_bit_gradients_is_float32s(kind: str, norm_type: float, forea
 @pytest.mark.parametrize("way", WAYS | BY_VALUE)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: str) -> None:
-    (model, optimizer), batch = started(level, loss_scale="dynamic", init_loss_scale=4.0), batches(1)[0]
+    (model, optimizer), batch = started(level, loss_scale=mpinit.DynamicLossScale(init=4.0)), batches(1)[0]
     before = masters(optimizer)
     backward(poison(mse(model, batch), next(model.parameters())), optimizer)
     norm = (WAYS | BY_VALUE)[way](model, optimizer, 0.1)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from loops import adam, backward, batches, follow, gradients, masters, mlp, momentum, mse, poison, same, started
 from masters_by_hand import SETTINGS, ByHand
+from models import dynamic
 from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 import mpinit
+from mpinit.optimizer import scope
 
 pytestmark = pytest.mark.device
 
@@ -76,7 +78,7 @@ class Closure:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level: str, evaluation: int) -> None:
     def run(bad: int | None, scale: float) -> tuple[Optimizer, int]:
-        model, optimizer = started(level, make=Sam, init_loss_scale=scale)
+        model, optimizer = started(level, make=Sam, **dynamic(level, init=scale))
         closure = Closure(model, optimizer, overflows=lambda call: call == bad)
         optimizer.step(closure)
         assert not mpinit.step_was_skipped(optimizer)
@@ -126,7 +128,7 @@ def test_overflow_in_a_closure_after_accumulation_skips_the_step(level: str, bef
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_closure_retries_are_bounded_and_restore_parameters(level: str, name: str) -> None:
-    model, optimizer = started(level, make=OPTIMIZERS[name], max_consecutive_skips=8)
+    model, optimizer = started(level, make=OPTIMIZERS[name], **dynamic(level, max_consecutive_skips=8))
     optimizer.step(Closure(model, optimizer))
     before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
     closure = Closure(model, optimizer, overflows=lambda call: call > 0)
@@ -181,10 +183,13 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_steps_with_a_closure_are_those_by_hand(setting: str, name: str, scaled: bool) -> None:
+def test_steps_with_a_closure_are_those_by_hand(
+    setting: str, name: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, by_hand = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](model.parameters())
-    mpinit.initialize(model, optimizer, split_bucket_bytes=256, **SETTINGS[setting])
+    monkeypatch.setattr(scope, "BUCKET_BYTES", 256)
+    mpinit.initialize(model, optimizer, **SETTINGS[setting])
 
     def evaluate() -> torch.Tensor:
         by_hand.follow()

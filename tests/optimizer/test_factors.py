@@ -65,7 +65,7 @@ def test_without_torchs_kernel_the_same_steps_are_skipped(
         monkeypatch.setitem(products._has_kernel, (device().type, dtype), False)
     model = placed(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", loss_scale="dynamic", init_loss_scale=8.0)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", loss_scale=mpinit.DynamicLossScale(init=8.0))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     x = placed(torch.rand(5, 4, generator=torch.Generator().manual_seed(0)))
     loss = model(x).float().square().mean()

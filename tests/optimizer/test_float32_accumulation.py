@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], None]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "by default": {},
     "asked": {"grad_dtype": torch.float32},
-    "dynamic": {"loss_scale": "dynamic", "init_loss_scale": 1024.0},
+    "dynamic": {"loss_scale": mpinit.DynamicLossScale(init=1024.0)},
 }
 
 

@@ -20,7 +20,7 @@ BATCH = batches(1)[0]
 LEVELS: dict[str, dict[str, Any]] = {
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
-    "O2, static": {"level": "O2", "loss_scale": 128.0},
+    "O2, static": {"level": "O2", "loss_scale": 128.0, "skip_nonfinite": True},
     "O5, dynamic": {"level": "O5", "loss_scale": "dynamic"},
     "split, dynamic": {"level": "O5", "loss_scale": "dynamic", "master_weights": "split"},
     "O5, asked": {"level": "O5", "skip_nonfinite": True},

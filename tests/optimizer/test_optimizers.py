@@ -243,7 +243,7 @@ def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
 def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
     model, more = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0)
+    mpinit.initialize([model, more], optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=64.0))
     more.weight.grad = torch.full_like(more.weight, 0.25, dtype=more.weight.grad_dtype or more.weight.dtype)
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum() + more(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         calls = [lambda: optimizer.add_param_group({"params": list(more.parameters())}), scaled_loss.backward]

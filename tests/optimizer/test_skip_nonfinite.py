@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 import mpinit
 
 WAYS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0", "skip_nonfinite": True},
+    "O0": {"opt_level": "O0"},
     "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
     "O3": {"opt_level": "O3", "cast_model_type": "bf16"},
     "model": {"opt_level": "O5", "master_weights": "model"},
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def pair(way: dict[str, Any], fused: bool = False, **more: Any) -> tuple[nn.Module, Optimizer]:
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
-    mpinit.initialize(model, optimizer, **way | more)
+    mpinit.initialize(model, optimizer, **{"skip_nonfinite": True} | way | more)
     return model, optimizer
 
 
@@ -84,9 +84,9 @@ def test_skip_nonfinite_changes_no_finite_step(way: str) -> None:
     same(ends[0], ends[1])
 
 
-@pytest.mark.parametrize("asked", [{"opt_level": "O0"}, {"opt_level": "O5", "skip_nonfinite": False}])
-def test_skip_nonfinite_is_off_at_o0_and_by_keyword(asked: dict[str, Any]) -> None:
-    model, optimizer = pair(asked)
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_a_fixed_scale_skips_nothing_by_default(level: str) -> None:
+    model, optimizer = pair({"opt_level": level, "skip_nonfinite": None})
     one(model, optimizer, batches(1)[0], False, "nan in all")
     assert mpinit.step_counts(optimizer) == (1, 0)
     assert not all(bool(p.isfinite().all()) for p in model.parameters())
@@ -106,20 +106,21 @@ def test_gradients_that_are_clipped_or_written_count_as_they_are_at_the_step() -
 
 
 def test_the_third_skip_in_a_row_is_warned_of_and_too_many_are_an_error() -> None:
-    model, optimizer = pair(WAYS["O5"], max_consecutive_skips=5)
+    model, optimizer = pair(WAYS["O5"])
     step = functools.partial(one, model, optimizer, batches(1)[0], False)
     for bad in ("one", "one", "", "one", "one"):
         step(bad)
     with pytest.warns(UserWarning, match=r"3 steps in a row were skipped.*'0'.*skip_nonfinite=False"):
         step("one")
     assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
-    step("one")
-    with pytest.raises(RuntimeError, match=r"5 steps in a row were skipped.*in 0\.weight: "):
+    for _ in range(60):
+        step("one")
+    with pytest.raises(RuntimeError, match=r"64 steps in a row were skipped.*in 0\.weight: "):
         step("one")
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_put_back() -> None:
-    model, optimizer = started("O5", make=lambda p: LBFGS(p, lr=0.1, max_iter=3))
+    model, optimizer = started("O5", make=lambda p: LBFGS(p, lr=0.1, max_iter=3), skip_nonfinite=True)
     batch, calls = batches(1)[0], []
 
     def closure() -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loops import adam, backward, batches, iterate, masters, mlp, momentum, mse, poison, same, started, train
+from models import dynamic
 from session_device import device, placed
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
@@ -48,8 +49,8 @@ def test_a_skipped_step_does_nothing_at_all(level: str, name: str) -> None:
     if name == "adagrad fused" and device().type == "cuda":
         pytest.skip("torch has no fused Adagrad on CUDA")
     data = batches(6)
-    model, optimizer = started(level, make=OPTIMIZERS[name], init_loss_scale=64.0)
-    clean, fresh = started(level, make=OPTIMIZERS[name], init_loss_scale=32.0)
+    model, optimizer = started(level, make=OPTIMIZERS[name], **dynamic(level, init=64.0))
+    clean, fresh = started(level, make=OPTIMIZERS[name], **dynamic(level, init=32.0))
     train(model, optimizer, data[:2])
     before, state, weights = masters(optimizer), state_of(optimizer), [p.clone() for p in model.parameters()]
     overflow(model, optimizer, data[2])
@@ -124,7 +125,7 @@ def test_scheduler_step_passes_arguments() -> None:
 
 @pytest.mark.parametrize("level", SCALING)
 def test_too_many_skips_in_a_row_name_the_parameters(level: str) -> None:
-    model, optimizer = started(level, max_consecutive_skips=3)
+    model, optimizer = started(level, **dynamic(level, max_consecutive_skips=3))
 
     def one(poisoned: bool) -> None:
         loss = mse(model, BATCH)
@@ -259,7 +260,7 @@ def replaced(place: Any, value: float, gradient: torch.Tensor) -> torch.Tensor:
 def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
     model = placed(nn.ParameterList([torch.ones(3), torch.ones(2, 2), torch.ones(0), torch.ones(()), torch.ones(4)]))
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=64.0)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=64.0))
     loss = sum(parameter.float().sum() for parameter in model)
     assert isinstance(loss, torch.Tensor)
     for index, place, value in ((1, (0, 1), math.inf), (3, ..., math.nan), (4, slice(2), -math.inf)):
@@ -283,7 +284,7 @@ def test_overflow_counts_once_if_each_loss_is_passed_all_optimizers(level: str, 
         torch.manual_seed(0)
         generator, critic = placed(nn.Linear(4, 4)), placed(nn.Linear(4, 1))
         optimizers = [Adam(model.parameters(), lr=0.01, fused=fused) for model in (generator, critic)]
-        mpinit.initialize([generator, critic], optimizers, level, init_loss_scale=64.0)
+        mpinit.initialize([generator, critic], optimizers, level, **dynamic(level, init=64.0))
         log: list[Any] = []
         for index in range(6):
             x = placed(torch.randn(8, 4, generator=torch.Generator().manual_seed(index)))

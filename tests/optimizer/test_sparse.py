@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "O1": {"opt_level": "O1", "init_loss_scale": 256.0},
-    "O2": {"opt_level": "O2", "init_loss_scale": 256.0},
+    "O1": {"opt_level": "O1", "loss_scale": mpinit.DynamicLossScale(init=256.0)},
+    "O2": {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=256.0)},
     "split": {"opt_level": "O5", "master_weights": "split"},
 }
 

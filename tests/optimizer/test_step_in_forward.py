@@ -14,7 +14,7 @@ import mpinit
 SETTINGS: dict[str, dict[str, Any]] = {
     "O1": {"opt_level": "O1", "loss_scale": 128.0},
     "O4": {"opt_level": "O4"},
-    "O4 of the model": {"opt_level": "O4", "cast_scope": "model"},
+    "O4 of the model": {"opt_level": "O4", "patch_torch_functions": "model"},
     "O5": {"opt_level": "O5"},
     "split": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O5", "master_weights": "model"},

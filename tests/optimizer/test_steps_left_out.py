@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from loops import batches, mlp, mse
+from models import dynamic
 from torch.optim import SGD
 
 import mpinit
@@ -12,10 +13,10 @@ import mpinit
 BATCH = batches(1)[0]
 
 
-def pair(level: str = "O2", **more: Any) -> tuple[Any, Any]:
+def pair(level: str = "O2", most_skips: int = 64, **more: Any) -> tuple[Any, Any]:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, init_loss_scale=2.0**14, **more)
+    mpinit.initialize(model, optimizer, level, **dynamic(level, init=2.0**14, max_consecutive_skips=most_skips), **more)
     return model, optimizer
 
 
@@ -42,7 +43,7 @@ def test_a_loop_that_checks_its_own_norm(level: str, sets_to_none: bool, delays:
 
 
 def test_too_many_in_a_row_are_refused() -> None:
-    model, optimizer = pair(max_consecutive_skips=3)
+    model, optimizer = pair(most_skips=3)
     for _ in range(3):
         optimizer.zero_grad()
         backward(model, optimizer, overflows=True)
@@ -69,7 +70,7 @@ def test_gradients_of_another_optimizers_loss_are_no_steps() -> None:
     """Drop the gradients that a generator's loss leaves on its discriminator."""
     made, judge = mlp(), torch.nn.Linear(1, 1)
     optimizers = [SGD(made.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.1)]
-    mpinit.initialize([made, judge], optimizers, "O2", init_loss_scale=2.0**14)
+    mpinit.initialize([made, judge], optimizers, "O2", loss_scale=mpinit.DynamicLossScale(init=2.0**14))
     for index in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()

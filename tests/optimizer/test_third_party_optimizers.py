@@ -18,6 +18,7 @@ from masters_by_hand import rounded
 from torch import nn
 
 import mpinit
+from mpinit.optimizer import scope
 
 Maker = Callable[[list[Any]], Any]
 # What these are made for a survey has not.
@@ -331,6 +332,11 @@ def survey(make: Maker, run: str) -> str:
         return found
 
 
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scope, "BUCKET_BYTES", 512)
+
+
 class Refused(Exception):
     """``initialize`` said no."""
 
@@ -374,11 +380,11 @@ def _compare(make: Maker, run: str, closure: str) -> str:
     dtype = torch.float16 if run == "overflow" else torch.bfloat16
     keywords: dict[str, Any] = {"cast_model_type": dtype}
     if run == "overflow":
-        keywords |= {"loss_scale": "dynamic", "init_loss_scale": SCALE}
+        keywords |= {"loss_scale": mpinit.DynamicLossScale(init=SCALE)}
     if run.startswith("split"):
-        keywords |= {"master_weights": "split", "split_bucket_bytes": 512}
+        keywords |= {"master_weights": "split"}
     if run == "parts":
-        keywords |= {"optimizer_state": "int8", "split_bucket_bytes": 512}
+        keywords |= {"optimizer_state": "int8"}
     theirs.start(dtype, half_away=run.startswith("split"))
     try:
         ours.start(**keywords)

@@ -28,7 +28,7 @@ def train(level: str, dynamic: bool, backend: str | None) -> tuple[list[Tensor],
     """Five steps; the float32 parameters, the scale after each step, and the graphs there are then."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scale = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 2} if dynamic else {}
+    scale = {"loss_scale": mpinit.DynamicLossScale(init=1024.0, growth_interval=2)} if dynamic else {}
     mpinit.initialize(model, optimizer, level, **scale)
 
     def loss_of(inputs: Tensor, target: Tensor) -> Tensor:

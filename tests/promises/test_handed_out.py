@@ -816,7 +816,7 @@ def test_weight_and_master_written_in_other_elements_both_count_or_are_refused(k
 
 @float16_too
 def test_kept_masters_work_after_a_skipped_step(kind: str) -> None:
-    training = Training(kind, loss_scale="dynamic", init_loss_scale=8.0)
+    training = Training(kind, loss_scale=mpinit.DynamicLossScale(init=8.0))
     kept = training.masters()
     for overflows in (False, True, False, False):
         training.zero_grad()

@@ -115,8 +115,7 @@ def _is_written_in(cls: type, name: str) -> bool:
 ROWS: tuple[tuple[str, ...], ...] = (
     ("basics",),
     ("torch_internals",),
-    ("settings",),
-    ("plan",),
+    ("config",),
     ("distributed",),
     ("masters",),
     ("scaling", "model", "functions"),
@@ -187,8 +186,8 @@ EDGES = {name: {target for target in imported(name) if target != name} for name 
 
 
 def test_edges_include_known_imports() -> None:
-    assert {"settings.properties", "basics.dtypes", "plan", ""} <= set(MODULES)
-    assert "settings.properties" in EDGES["settings.resolve"]
+    assert {"config.properties", "basics.dtypes", ""} <= set(MODULES)
+    assert "config.properties" in EDGES["config.reading"]
     assert EDGES["basics.dtypes"] == set()
     assert "torch_internals.native_autocast" in EDGES["functions.casters"]
 

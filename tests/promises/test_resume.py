@@ -43,7 +43,8 @@ def settings(level: str, dtype: torch.dtype) -> dict[str, Any]:
     if level == "split":
         return keywords("O2", dtype) | {"master_weights": "split"}
     # torch has no float16 BatchNorm with float16 parameters on a CPU.
-    return keywords(level, dtype) | {"growth_interval": 4} | ({"keep_batchnorm_fp32": True} if level == "O3" else {})
+    scale = {"loss_scale": mpinit.DynamicLossScale(growth_interval=4)} if level in ("O1", "O2") else {}
+    return keywords(level, dtype) | scale | ({"keep_batchnorm_fp32": True} if level == "O3" else {})
 
 
 def resume(checkpoint: dict[str, Any], model: nn.Module, name: str, order: str, **given: Any) -> Optimizer:

@@ -34,7 +34,7 @@ class Product(nn.Module):
 def started(*values: float, lr: float = 0.5, **more: Any) -> tuple[Product, SGD]:
     model = placed(Product(*values))
     optimizer = SGD(model.parameters(), lr=lr)
-    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", **more)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(**more))
     return model, optimizer
 
 
@@ -47,7 +47,7 @@ def iterate(model: Product, optimizer: SGD, x: Any) -> None:
 
 def trace(outcomes: str, start: float = START, **more: Any) -> list[float]:
     """Return the scale after each step; "." is a good step, other letters are those of ``BAD``."""
-    model, optimizer = started(0.0, init_loss_scale=start, max_consecutive_skips=1000, **more)
+    model, optimizer = started(0.0, init=start, max_consecutive_skips=1000, **more)
     found = []
     for outcome in outcomes:
         iterate(model, optimizer, [BAD.get(outcome, 0.01)])
@@ -60,12 +60,12 @@ def trace(outcomes: str, start: float = START, **more: Any) -> list[float]:
 DEEPSPEED: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "all overflow": (
         "imnnnnnn",
-        {"growth_interval": 2, "min_loss_scale": START / 16},
+        {"growth_interval": 2, "min": START / 16},
         [0.5 ** min(k, 4) for k in range(1, 9)],
     ),
     "all overflow, another limit": (
         "imnnnnnn",
-        {"growth_interval": 2, "min_loss_scale": START / 8},
+        {"growth_interval": 2, "min": START / 8},
         [0.5 ** min(k, 3) for k in range(1, 9)],
     ),
     "hysteresis of 3": ("iiii", {"hysteresis": 3}, [1, 1, 0.5, 0.25]),
@@ -100,10 +100,10 @@ def test_good_steps_do_not_fill_hysteresis_up() -> None:
 
 
 def test_hysteresis_survives_a_checkpoint() -> None:
-    model, optimizer = started(0.0, init_loss_scale=START, hysteresis=3)
+    model, optimizer = started(0.0, init=START, hysteresis=3)
     iterate(model, optimizer, [BAD["i"]])
     state = mpinit.state_dict(optimizer)
-    again, its = started(0.0, init_loss_scale=2.0, hysteresis=3)
+    again, its = started(0.0, init=2.0, hysteresis=3)
     mpinit.load_state_dict(state, its)
     found = []
     for _ in range(2):
@@ -123,14 +123,14 @@ def test_growth_of_jmp(period: int, factor: float) -> None:
     ("factor", "least"), [(2.0, 1.0), (3.0, 1.0), (2.0, 0.3125), (3.0, 0.37), (2.0, None)], ids=str
 )
 def test_backoff_of_jmp(factor: float, least: float | None) -> None:
-    found = trace("n" * 100, start=10.0, backoff_factor=1 / factor, min_loss_scale=least)
+    found = trace("n" * 100, start=10.0, backoff_factor=1 / factor, min=least)
     expected = [max(least or 0.0, 10.0 / factor ** (k + 1)) for k in range(100)]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0.0)
 
 
 def test_steps_of_keras() -> None:
     values, gradients = (1.0, 2.0, 3.0, 4.0), [1.0, 6.0, 7.0, 2.0]
-    model, optimizer = started(*values, init_loss_scale=1024.0)
+    model, optimizer = started(*values, init=1024.0)
     iterate(model, optimizer, gradients)
     assert model.state_dict()["weight"].tolist() == [0.5, -1.0, -0.5, 3.0]
     model, optimizer = started(*values)
@@ -144,7 +144,7 @@ def test_scales_of_keras() -> None:
 
 
 def test_nan_is_never_applied_where_optax_applies_it_after_the_last_one_it_forgives() -> None:
-    model, optimizer = started(0.0, lr=1.0, max_consecutive_skips=3, init_loss_scale=1024.0)
+    model, optimizer = started(0.0, lr=1.0, max_consecutive_skips=3, init=1024.0)
     found = []
     for x in (1.0, BAD["n"], BAD["n"], 1.0, BAD["n"], BAD["n"]):
         iterate(model, optimizer, [x])

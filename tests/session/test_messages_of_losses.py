@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import dynamic
 from torch import nn
 
 import mpinit
@@ -68,7 +69,7 @@ def shown(error: BaseException) -> str:
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_a_loss_of_several_numbers_is_named_with_its_shape(level: str) -> None:
-    model, optimizer = pair(level, init_loss_scale=4.0)
+    model, optimizer = pair(level, **dynamic(level, init=4.0))
     with (
         pytest.raises(RuntimeError, match="only for scalar outputs") as caught,
         mpinit.scale_loss(model(torch.ones(3, 4)), optimizer) as scaled_loss,
@@ -134,7 +135,7 @@ def test_two_loss_scales_are_warned_of(way: str) -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 3.0, torch.tensor(64.0), torch.tensor(100.0)])
 def test_a_loss_with_a_weight_of_its_own_is_not_warned_of(factor: Any) -> None:
-    model, optimizer = pair(init_loss_scale=4.0)
+    model, optimizer = pair(loss_scale=mpinit.DynamicLossScale(init=4.0))
     with mpinit.scale_loss(loss_of(model) * factor, optimizer) as scaled_loss:
         (scaled_loss * factor).backward()
     optimizer.step()

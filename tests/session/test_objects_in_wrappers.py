@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 from mpinit import registry
+from mpinit.optimizer import scope
 
 
 class Accelerated(loops.Forwarding):
@@ -248,11 +249,12 @@ def test_optimizer_state_moves_to_the_master_and_back(make: Callable[[Any], Opti
     loops.same(model.parameters(), by_hand(make, 7, warm=2))
 
 
-def test_counters_and_hooks_run_once_per_step() -> None:
+def test_counters_and_hooks_run_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scope, "BUCKET_BYTES", 4)
     model = loops.mlp()
     optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split")
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -286,10 +288,11 @@ def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
         assert is_as_before == overflows
 
 
-def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand() -> None:
+def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scope, "BUCKET_BYTES", 4)
     model, data = loops.mlp(), loops.batches(4)
     reference = ByHand(model, "split", decays)
-    optimizer = start(model, "O5", make=decays, master_weights="split", split_bucket_bytes=4)
+    optimizer = start(model, "O5", make=decays, master_weights="split")
     for batch in data:
         loops.train(model, optimizer, [batch])
         reference.clear()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpinit.basics.patching import Undo
-from mpinit.plan import Plan, make_plan
-from mpinit.settings.resolve import resolve
+from mpinit.config.plan import Plan, make_plan
+from mpinit.config.reading import resolve
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LOWER = pytest.mark.parametrize("lower", [HALF, BF16], ids=["fp16", "bf16"])
@@ -21,9 +21,9 @@ Initialize = Callable[..., Any]
 StartCasts = Callable[..., Undo]
 
 
-def o1_plan(**overrides: Any) -> Plan:
+def o1_plan(cast_policy: Any = "torch", **overrides: Any) -> Plan:
     """The plan of O1 with these properties."""
-    return make_plan(resolve("O1", overrides)[1])
+    return make_plan(resolve("O1", overrides)[1], cast_policy)
 
 
 def listed_on_cpu_only() -> set[str]:

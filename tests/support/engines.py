@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import CASES, LEVELS
+from models import CASES, LEVELS, first_scale
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -413,7 +413,7 @@ def trained_by_hand(
         leaves_out: cycle -> what this rank leaves out of it: all ("forward"), or all from "backward" or "step" on.
     """
     left_out = dict.fromkeys(skips, "forward") | dict(leaves_out or {})
-    dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
+    dtype, scale = DTYPES[level], first_scale(LEVELS[level])
     runs: Any = (engine.by_hand or engine.network)()
     policy = dtype if engine.has_policy else None
     model = runs = engine.wrap(runs, policy) if engine.comes_first else runs

@@ -61,10 +61,7 @@ class HandedOut(RuleBasedStateMachine):
         self.training = Training(
             self.kind,
             make,
-            loss_scale="dynamic",
-            init_loss_scale=8.0,
-            growth_interval=10**6,
-            max_consecutive_skips=10**6,
+            loss_scale=mpinit.DynamicLossScale(init=8.0, growth_interval=10**6, max_consecutive_skips=10**6),
         )
 
     def teardown(self) -> None:

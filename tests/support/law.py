@@ -42,12 +42,13 @@ class Setup:
     @property
     def keywords(self) -> dict[str, Any]:
         """What ``initialize`` is told."""
-        more = {"init_loss_scale": SCALE, "max_loss_scale": SCALE * 4, "min_loss_scale": 0.5, "growth_interval": 2}
+        dynamic = mpinit.DynamicLossScale(
+            init=SCALE, max=SCALE * 4, min=0.5, growth_interval=2, max_consecutive_skips=10**6
+        )
         o2 = {"opt_level": "O2", "cast_model_type": self.half, "master_weights": self.masters, "keep_fp32": ["kept"]}
         return {
             **({"opt_level": "O1", "patch_torch_functions_type": self.half} if self.masters == "O1" else o2),
-            **{"verbosity": 0, "loss_scale": self.loss_scale, "num_losses": LOSSES},
-            **({"max_consecutive_skips": 10**6, **more} if self.loss_scale == "dynamic" else {}),
+            **{"loss_scale": dynamic if self.loss_scale == "dynamic" else self.loss_scale, "num_losses": LOSSES},
         }
 
 

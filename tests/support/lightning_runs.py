@@ -21,7 +21,7 @@ MARKS = [
 ]
 
 # The first steps overflow, and later ones let the scale grow.
-LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**40, "growth_interval": 4}
+LARGE = {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=2.0**21, max=2.0**40, growth_interval=4)}
 
 
 class Module(lightning.LightningModule):

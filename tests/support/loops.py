@@ -48,7 +48,7 @@ def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
 def keywords(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
     """What makes ``level`` work in ``dtype``, quietly, with dynamic scaling that does not overflow at once."""
     given: dict[str, Any] = {"opt_level": level, "verbosity": 0}
-    scaling = {"loss_scale": "dynamic", "init_loss_scale": 1024.0}
+    scaling = {"loss_scale": mpinit.DynamicLossScale(init=1024.0)}
     if level == "O1":
         given |= {"patch_torch_functions_type": dtype} | scaling
     elif level == "O2":

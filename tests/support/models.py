@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +168,27 @@ class Parts(nn.Module):
 # initialize's keywords for a level, and for its other kinds of masters.
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
-    "O1": {"opt_level": "O1", "init_loss_scale": 1024.0},
-    "O2": {"opt_level": "O2", "init_loss_scale": 1024.0},
+    "O1": {"opt_level": "O1", "loss_scale": mpinit.DynamicLossScale(init=1024.0)},
+    "O2": {"opt_level": "O2", "loss_scale": mpinit.DynamicLossScale(init=1024.0)},
     "O3": {"opt_level": "O3"},
     "O4": {"opt_level": "O4"},
     "O5": {"opt_level": "O5"},
     "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0},
+    "model": {"opt_level": "O2", "master_weights": "model", "loss_scale": mpinit.DynamicLossScale(init=1024.0)},
     "int8": {"opt_level": "O5", "optimizer_state": "int8"},
 }
+
+
+def first_scale(keywords: Mapping[str, Any]) -> float:
+    """The first loss scale that keywords of one of :data:`LEVELS` set."""
+    rule = keywords.get("loss_scale", 1.0)
+    return rule.init if isinstance(rule, mpinit.DynamicLossScale) else float(rule)
+
+
+def dynamic(level: str, **numbers: Any) -> dict[str, Any]:
+    """The keyword that gives a level's dynamic loss scale these numbers; none where the level's scale is fixed."""
+    is_dynamic = mpinit.OPT_LEVELS[level].loss_scale == "dynamic"
+    return {"loss_scale": mpinit.DynamicLossScale(**numbers)} if is_dynamic else {}
 
 
 def level_arguments(level: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from mpinit.torch_internals import native_autocast
 KINDS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
-    "O1 apex policy": {"opt_level": "O1", "cast_policy": "apex"},
-    "O1 model scope": {"opt_level": "O1", "cast_scope": "model"},
+    "O1 model scope": {"opt_level": "O1", "patch_torch_functions": "model"},
     "O2": {"opt_level": "O2"},
     "O2 and a float32 head": {"opt_level": "O2", "keep_fp32": "head"},
     "O3": {"opt_level": "O3"},

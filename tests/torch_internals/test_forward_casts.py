@@ -28,15 +28,15 @@ def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
 
 
 @pytest.mark.filterwarnings("ignore:this forward runs inside a torch.autocast")
-@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("scope", [True, "model"])
 @pytest.mark.parametrize("where", ["here", "other thread"])
 @pytest.mark.parametrize(
     "region", [disable_casts, lambda: torch.autocast("cpu", enabled=False)], ids=["disable_casts", "torch.autocast"]
 )
 def test_casts_off_around_a_forward_win(
-    region: Callable[[], Any], where: str, scope: str, start_casts: StartCasts
+    region: Callable[[], Any], where: str, scope: Any, start_casts: StartCasts
 ) -> None:
-    start_casts(cast_scope=scope)
+    start_casts(patch_torch_functions=scope)
     forward = ForwardCasts(HALF)
 
     def run() -> list[torch.dtype]:

@@ -44,8 +44,12 @@ def every_kind_of_value(model: Net, optimizer: Adam, arguments: Namespace, rest:
     mpinit.initialize(model, optimizer, **rest)
     mpinit.initialize(model, optimizer, "O2", cast_model_type="bf16", keep_batchnorm_fp32=False, loss_scale=128.0)
     mpinit.initialize(model, optimizer, "O2", cast_model_type=torch.bfloat16, loss_scale="dynamic", num_losses=2)
-    mpinit.initialize(model, optimizer, "O1", cast_policy="apex", cast_scope="model", config=Path("o1.toml"))
-    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", config={"hysteresis": 2})
+    mpinit.initialize(model, optimizer, "O1", patch_torch_functions="model", config=Path("o1.toml"))
+    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", config={"num_losses": 2})
+    mpinit.initialize(
+        model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=2**10, min=1), compute_fp32="head"
+    )
+    mpinit.initialize(models=model, optimizers=optimizer, compute_fp32="head", grad_dtype=torch.float32)
     mpinit.initialize(model, optimizer, "O2", keep_fp32=[nn.LayerNorm, "head", lambda name, module: "norm" in name])
     mpinit.initialize(model, optimizer, "O2", keep_inputs="targets", entry_points=["features"], max_loss_scale=8)
     mpinit.GradScaler(optimizer, loss_id=0, enabled=True)
@@ -55,7 +59,6 @@ class Arguments(Namespace):
     opt_level: str
     loss_scale: str | None
     keep_batchnorm_fp32: str | None
-    growth_interval: str
 
 
 def strings_of_a_command_line(model: Net, optimizer: Adam, parser: ArgumentParser) -> None:
@@ -66,9 +69,6 @@ def strings_of_a_command_line(model: Net, optimizer: Adam, parser: ArgumentParse
         opt_level=arguments.opt_level,
         loss_scale=arguments.loss_scale,
         keep_batchnorm_fp32=arguments.keep_batchnorm_fp32,
-        growth_interval=arguments.growth_interval,
     )
-    mpinit.initialize(model, optimizer, "O2", loss_scale="128.0", keep_batchnorm_fp32="True", enabled="False")
-    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", cast_model_type="bf16", master_weights="True")
-    mpinit.initialize(model, optimizer, "O1", min_loss_scale="None", max_loss_scale="2048", num_losses="2")
-    mpinit.initialize(model, optimizer, "O1", patch_torch_functions="True", verbosity="0", await_optimizers="True")
+    mpinit.initialize(model, optimizer, "O2", loss_scale="128.0", keep_batchnorm_fp32="True")
+    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", cast_model_type="bf16")

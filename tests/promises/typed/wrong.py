@@ -12,7 +12,10 @@ def uses(model: nn.Linear, optimizer: SGD, loss: torch.Tensor) -> None:
     mpinit.initialize(model, optimizer, opt_levle="O2")  # wrong
     mpinit.initialize(model, optimizer, opt_level=2)  # wrong
     mpinit.initialize(model, optimizer, master_weights="splitt")  # wrong
-    mpinit.initialize(model, optimizer, cast_policy="amp")  # wrong
+    mpinit.initialize(model, optimizer, patch_torch_functions="thread")  # wrong
+    mpinit.initialize(model, optimizer, enabled="False")  # wrong
+    mpinit.initialize(model, optimizer, growth_interval=100)  # wrong
+    mpinit.DynamicLossScale(init="dynamic")  # wrong
     mpinit.initialize(model, optimizer, optimizer_state="int4")  # wrong
     mpinit.initialize(model, optimizer, config=3)  # wrong
     mpinit.initialize(optimizer, model)  # wrong

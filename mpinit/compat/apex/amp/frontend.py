@@ -64,27 +64,27 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. "
             "The prefix O is the letter O, not the number zero"
         )
-    level: Any = opt_level  # one of them
     _end_earlier_sessions(_as_list(models), _as_list(optimizers))
     with warnings.catch_warnings():
         if _amp_state.allow_incoming_model_not_fp32:
             warnings.simplefilter("ignore", UserWarning)
-        result = mp.initialize(
+        result = _core.start(
             models,
             optimizers,
-            level,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            # apex checks for overflow only with a dynamic scale.
-            config={"cast_policy": "apex", "skip_nonfinite": False},
+            opt_level,
+            {
+                "cast_model_type": cast_model_type,
+                "patch_torch_functions": patch_torch_functions,
+                "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                "master_weights": master_weights,
+                "loss_scale": loss_scale,
+                "cast_model_outputs": cast_model_outputs,
+                "num_losses": num_losses,
+                "verbosity": verbosity,
+                "min_loss_scale": min_loss_scale,
+                "max_loss_scale": max_loss_scale,
+            },
+            cast_policy="apex",
         )
     for optimizer in _as_list(optimizers):
         attach(optimizer)
@@ -125,7 +125,7 @@ def _share_scalers(optimizers: list[Any]) -> None:
     ]
     _core.share_scalers(session, others)
     if others and _amp_state.verbosity > 0:
-        kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
+        kind = "dynamic" if session.scalers[0].is_dynamic else "static: overflows are not looked for"
         named = "; ".join(earlier.describe() for earlier in others)
         log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)
 

@@ -54,7 +54,7 @@ def scale_loss(
         for index, group in enumerate(_groups_by_session(many, loss_id))
     ]
     session: Any = _core.session_of(many[0])
-    return _skip_together(blocks, many if session.scalers[loss_id].rule.dynamic else [])
+    return _skip_together(blocks, many if session.scalers[loss_id].is_dynamic else [])
 
 
 @contextmanager

@@ -1,18 +1,12 @@
 """LossScaler under apex's names, over mpinit's."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from ....amp import DynamicLossScale
 from ... import _core
-
-
-def _number_of_rule(name: str, kind: type) -> Any:
-    """Make a property that reads and writes a field of the scaler's rule."""
-    return property(
-        lambda self: getattr(self.core.rule, name),
-        lambda self, value: _core.change_rule(self.core, **{name: kind(value)}),
-    )
 
 
 class LossScaler:
@@ -27,22 +21,44 @@ class LossScaler:
         self.core = core
         self._overflowed = False
 
-    _scale_seq_len = _number_of_rule("growth_interval", int)
-    _max_loss_scale = _number_of_rule("max_scale", float)
-
     @property
     def dynamic(self) -> bool:
         """Return whether the scale is dynamic."""
-        return self.core.rule.dynamic
+        return self.core.is_dynamic
+
+    @property
+    def _rule(self) -> DynamicLossScale:
+        # A fixed scale has apex's numbers too, which nothing uses.
+        return self.core.rule if isinstance(self.core.rule, DynamicLossScale) else DynamicLossScale()
+
+    @_rule.setter
+    def _rule(self, rule: DynamicLossScale) -> None:
+        if self.dynamic:
+            _core.set_rule(self.core, rule)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._rule.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._rule = dataclasses.replace(self._rule, growth_interval=int(value))
 
     @property
     def _min_loss_scale(self) -> float | None:
-        low = self.core.rule.min_scale
-        return None if low == _core.LOWEST_SCALE else low
+        return self._rule.min
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
-        _core.change_rule(self.core, min_scale=_core.LOWEST_SCALE if value is None else float(value))
+        self._rule = self._rule.limited(None if value is None else float(value), self._rule.max)
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self._rule.max
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._rule = self._rule.limited(self._rule.min, float(value))
 
     @property
     def _loss_scale(self) -> float:
@@ -52,8 +68,7 @@ class LossScaler:
     def _loss_scale(self, value: Any) -> None:
         self.core.set_scale(float(value))
         if not self.dynamic:
-            # A static rule with an init_scale of 1 never scales.
-            _core.change_rule(self.core, init_scale=float(value))
+            _core.set_rule(self.core, float(value))  # a rule of 1 never scales
 
     @property
     def _unskipped(self) -> int:

@@ -8,8 +8,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ....amp import float32_allreduce_hook
 from ....basics.logs import log
-from ... import _core
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         # Set here because torch is renaming the constructor's option.
         self.broadcast_buffers = False
         if allreduce_always_fp32:
-            _core.reduce_in_float32(self)
+            self.register_comm_hook(None, float32_allreduce_hook)
 
     def disable_allreduce(self) -> None:
         """Stop reducing gradients, from the next forward on."""

@@ -3,7 +3,6 @@
 Below the public face: settings are resolved to a plan without a model.
 """
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 import mpinit
-from mpinit.plan import MasterWeightsMode, Plan, make_plan
-from mpinit.settings.properties import OPT_LEVELS, Properties
-from mpinit.settings.resolve import Settings, read_config, read_settings, resolve
-from mpinit.settings.spellings import DEFAULT_LEVEL
+from mpinit.config.loss_scale import DynamicLossScale
+from mpinit.config.plan import MasterWeightsMode, make_plan
+from mpinit.config.properties import OPT_LEVELS, Properties
+from mpinit.config.reading import DEFAULT_LEVEL, resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -85,6 +84,10 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("O1", {"master_weights": True}, ["master_weights=True", "patch_torch_functions=True", "O2"]),
     ("O4", {"master_weights": "split"}, ["master_weights='split'", "patch_torch_functions=True", "O2"]),
     ("O2", {"master_weights": "split"}, ['master_weights="split"', "cast_model_type=torch.float16", "O5"]),
+    ("O1", {"keep_batchnorm_fp32": False}, ["keep_batchnorm_fp32=False", "patch_torch_functions=True", "O3"]),
+    ("O5", {"grad_dtype": "bf16"}, ["grad_dtype=torch.bfloat16", "torch.float32", "None"]),
+    ("O3", {"grad_dtype": F32}, ["grad_dtype=torch.float32", "master_weights=False"]),
+    ("O3", {"optimizer_state": "int8"}, ['optimizer_state="int8"', "master_weights=False"]),
     ("O2", {"min_loss_scale": 4.0, "max_loss_scale": 2.0}, ["min_loss_scale=4.0", "max_loss_scale=2.0", "lower"]),
 ]
 
@@ -104,25 +107,48 @@ def test_a_contradiction_names_both_sides_and_a_way(level: str, overrides: dict[
         ("keep_batchnorm_float32", "keep_batchnorm_fp32"),
         ("optlevel", "opt_level"),
         ("num_loss", "num_losses"),
+        ("await_optimizer", "await_optimizers"),
     ],
 )
 def test_an_unknown_keyword_finds_the_nearest_name(name: str, near: str) -> None:
     with pytest.raises(ValueError, match=rf"initialize\(\) has no property '{name}'; did you mean '{near}'\?"):
-        resolve("O2", {name: 1})
-    with pytest.raises(
-        ValueError, match=r"'zzz'\. There are: models, .*opt_level, .*cast_model_type, .*split_bucket_bytes"
-    ):
-        resolve("O2", {"zzz": None})
+        mpinit.initialize(torch.nn.Linear(2, 2), **{name: 1})
+    with pytest.raises(ValueError, match=r"'zzz'\. There are: models, .*opt_level, .*cast_model_type, .*grad_dtype"):
+        mpinit.initialize(torch.nn.Linear(2, 2), zzz=None)  # type: ignore[call-overload]
+
+
+GONE = {
+    "init_loss_scale": r"init of loss_scale=mpinit\.DynamicLossScale\(init=",
+    "growth_factor": r"DynamicLossScale\(growth_factor=",
+    "backoff_factor": r"DynamicLossScale\(backoff_factor=",
+    "growth_interval": r"DynamicLossScale\(growth_interval=",
+    "hysteresis": r"DynamicLossScale\(hysteresis=",
+    "max_consecutive_skips": r"DynamicLossScale\(max_consecutive_skips=",
+    "cast_policy": "install_as_apex",
+    "cast_scope": 'patch_torch_functions="model"',
+    "allow_banned": "disable_casts",
+    "reduce_dtype": "float32_allreduce_hook",
+    "split_bucket_bytes": "constant",
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_keyword_that_went_names_the_new_one(name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    for given in ({name: 1}, {"config": {name: 1}}):
+        with pytest.raises(ValueError, match=f"'{name}' any more: .*{GONE[name]}"):
+            mpinit.initialize(model, **given)
+    assert model.weight.dtype is F32
 
 
 def test_keywords_beat_the_file_and_the_file_beats_the_level(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('opt_level = "O2"\nloss_scale = 64\nkeep_batchnorm_fp32 = false\nkeep_fp32 = ["head"]\n')
-    for config in (path, str(path), read_config(path)):
+    path.write_text('opt_level = "O2"\nloss_scale = 64\nnum_losses = 2\nkeep_fp32 = ["head"]\n')
+    for config in (path, str(path)):
         level, props = resolve(DEFAULT_LEVEL, {"loss_scale": 32.0}, config)
         assert level == "O2"
         assert props.loss_scale == 32.0
-        assert props.keep_batchnorm_fp32 is False
+        assert props.num_losses == 2
         assert props.keep_fp32 == ("head",)
         assert props.master_weights is True
         assert resolve("O3", {}, config)[0] == "O3", "a level given by keyword beats the file's"
@@ -135,43 +161,11 @@ def test_the_default_level_is_o1() -> None:
     assert resolve(DEFAULT_LEVEL, {}, {"opt_level": None})[0] == "O1"
 
 
-@pytest.mark.parametrize(("value", "number"), [(2, 2), ("2", 2), (2.0, 2), ("0", 0), (True, 1), (False, 0)])
-def test_settings_in_any_spelling(value: Any, number: int) -> None:
-    for keywords in ({"verbosity": value}, {"config": {"verbosity": value}}):
-        settings, rest, from_config = read_settings({"loss_scale": 2.0, **keywords})
-        assert (settings.num_losses, settings.verbosity) == (1, number)
-        assert rest == {"loss_scale": 2.0} and not from_config
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, value) for name in ("num_losses", "verbosity") for value in ("two", 1.5, "", [1])),
-        *(("num_losses", value) for value in (True, 0, -1, "0")),
-    ],
-)
-def test_settings_that_are_no_whole_number_are_refused_by_name(name: str, value: Any) -> None:
-    for keywords in ({"config": {name: value}}, {name: value}):
-        with pytest.raises(ValueError) as caught:
-            read_settings(keywords)
-        assert f"{name}={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("enabled", "expected"), [(True, True), (False, False), ("True", True), ("false", False), (0, False), (1, True)]
-)
-def test_enabled_in_any_spelling(enabled: Any, expected: bool) -> None:
-    assert read_settings({"enabled": enabled})[0].enabled is expected
-    with pytest.raises(ValueError, match="'maybe' is not a boolean"):
-        read_settings({"enabled": "maybe"})
-
-
-def test_none_counts_as_not_passed_for_every_setting() -> None:
-    names = [field.name for field in dataclasses.fields(Settings)]
-    assert read_settings(dict.fromkeys(names))[0] == Settings()
-    assert read_settings({"config": {"num_losses": None, "verbosity": None}})[0].num_losses == 1
-    model = mpinit.initialize(torch.nn.Linear(2, 2), opt_level="O5", enabled=None, verbosity=None)
-    assert model.weight.dtype is BF16
+@pytest.mark.parametrize("name", ["enabled", "await_optimizers"])
+@pytest.mark.parametrize("value", ["False", None, 2, "maybe"])
+def test_a_switch_that_is_no_boolean_is_a_type_error(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be True or False"):
+        mpinit.initialize(torch.nn.Linear(2, 2), **{name: value})
 
 
 CHOICES: dict[str, list[Any]] = {
@@ -191,19 +185,17 @@ def check_invariants(level: str, given_values: dict[str, Any], props: Properties
     cast = props.cast_model_type
     assert not (props.patch_torch_functions and (props.master_weights or cast in (F16, BF16)))
     assert props.master_weights != "split" or cast is BF16
-    assert props.min_loss_scale is None or props.min_loss_scale <= props.max_loss_scale
     if lower is BF16 and given_values.get("loss_scale") in (None, "None"):
         assert props.loss_scale == 1.0
     plan = make_plan(props)
     assert plan.properties is props
     assert plan.cast_model is (cast is not None)
     assert (plan.masters is not MasterWeightsMode.NONE) == bool(props.master_weights and cast in (F16, BF16))
-    rule = plan.scaling
-    assert 0 < rule.min_scale <= rule.max_scale < float("inf")
-    if rule.dynamic:
-        assert rule.min_scale <= rule.init_scale <= rule.max_scale
+    rule = plan.loss_scale
+    if isinstance(rule, DynamicLossScale):
+        assert rule.lowest <= rule.init <= rule.max
     else:
-        assert rule.init_scale == props.loss_scale
+        assert rule == props.loss_scale
 
 
 def resolves_or_names_both_sides(level: str, values: dict[str, Any]) -> bool:
@@ -255,25 +247,3 @@ def test_everything_else_is_the_default_at_every_level(level: str) -> None:
 def test_the_levels_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         OPT_LEVELS["O2"] = OPT_LEVELS["O3"]  # type: ignore[index]
-
-
-def plan_of(level: str, **overrides: Any) -> Plan:
-    return make_plan(resolve(level, overrides)[1])
-
-
-@pytest.mark.parametrize("level", OPT_LEVELS)
-def test_decisions_of_a_plan_are_never_none_or_strings(level: str) -> None:
-    plan = make_plan(OPT_LEVELS[level])
-    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    assert values.pop("properties") is OPT_LEVELS[level]
-    assert not values.keys() & Properties.model_fields.keys() - {"keep_inputs"}, "a property is not copied"
-    assert not [v for v in (*values.values(), *dataclasses.astuple(plan.scaling)) if v is None or isinstance(v, str)]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.cast_model = False  # type: ignore[misc]
-
-
-def test_the_first_scale_stays_within_the_limits() -> None:
-    assert plan_of("O2", min_loss_scale=2.0**20).scaling.init_scale == 2.0**20
-    assert plan_of("O2", max_loss_scale=8.0).scaling.init_scale == 8.0
-    assert plan_of("O2", init_loss_scale=4.0).scaling.init_scale == 4.0
-    assert plan_of("O2", loss_scale=2.0**30).scaling.init_scale == 2.0**30, "limits are for dynamic scaling"
