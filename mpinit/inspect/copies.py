@@ -105,7 +105,7 @@ def at_level(models: list[nn.Module], optimizers: list[Optimizer], level: Any, *
     """Initialise copies of models and their optimizers inside the block, without warnings and log lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        amp.initialize(models, optimizers, level, verbosity=0, **keywords)
+        amp.initialize(models, optimizers, level, **{**keywords, "verbosity": 0})
     try:
         yield
     finally:
