@@ -415,7 +415,6 @@ def describe(owner: Any) -> str:
 def _described(session: Session) -> str:
     lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.view.settings().items())]
     for index, optimizer in enumerate(session.optimizers):
-        managed = session.managed.find(optimizer)
         done, skipped, in_a_row = session.view.counts(optimizer)
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {counted(done, 'step')} done, {skipped} "

@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
-from ..basics.logs import log, warn_user
+from ..basics.logs import warn_user
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
 from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from ..masters.split import SplitMasters
-from ..torch_internals.emulation import slowdown
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from .entry_points import ArgumentNames
@@ -151,17 +150,6 @@ class ForwardGuard:
                 f"({', '.join(map(repr, new[:3]))} first), where an optimizer steps what was there before: they are "
                 "not trained. Change the model (resize_token_embeddings, a new head) before its optimizer is made and "
                 "mpinit.initialize is called"
-            )
-
-    def log_emulation(self) -> None:
-        """Log, in one line, that the processor emulates the models' 16-bit dtype, and how slow that is."""
-        dtype, first = self.lower_dtype, next(iter(self.parameters()), None)
-        ratio = None if dtype is None or first is None else slowdown(first.device, dtype)
-        if dtype is not None and ratio is not None:
-            log.info(
-                "%s is emulated on this processor, which has no units for it: a matrix product takes %.1f times as "
-                "long as in float32. Memory is saved, and not time",
-                *(dtype_name(dtype), ratio),
             )
 
     def parameters(self) -> dict[nn.Parameter, None]:

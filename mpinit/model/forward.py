@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
-from ..basics.logs import warn_user
+from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
@@ -26,10 +24,10 @@ from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, set_state
 from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
-from .dtype_errors import MethodOutside, explain_array, explain_inside, method_outside
+from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
-from .selection import Selection, methods_with_weights
+from .selection import Selection
 
 
 class _Absent:
@@ -115,15 +113,11 @@ class PatchedForward(OfModule):
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
-            # torch.onnx.export(dynamo=True) runs torch.export, which at first runs this as Python code.
-            if torch.compiler.is_exporting() and not (torch.compiler.is_dynamo_compiling() or is_inside):
-                self._warn_of_onnx()
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         guard = boundary.guard
         if guard is not None and torch._C._is_tracing():
             with without_tracing():
                 guard.before_forward()
-            self._warn_of_onnx()
         elif guard is not None:
             guard.before_forward()
             if guard.reads_inputs() and guard.inputs is not None:
@@ -132,38 +126,13 @@ class PatchedForward(OfModule):
                 guard.inputs.check(named, boundary.keep_inputs, boundary.inner_dtype, method)
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        except (RuntimeError, ValueError) as error:
-            reason = None
+        except (RuntimeError, ValueError, TypeError) as error:
             if self.weights is None and isinstance(error, RuntimeError):
                 reason = boundary.mixed_types(self.module, (args, kwargs))
-            reason = reason or explain_inside(error, boundary, self.module, self.name)
-            if reason is None:
-                raise
-            raise RuntimeError(reason) from error
-        except TypeError as error:
-            without_arrays = explain_array(error, self.module, self.name)
-            if without_arrays is None:
-                raise
-            raise TypeError(without_arrays) from error
-
-    def _warn_of_onnx(self) -> None:
-        """Warn where an ONNX file of layers in 16 bit is being made that onnxruntime often refuses."""
-        if self.is_part or current_forward.dtype is not None or not torch.onnx.is_in_onnx_export():
-            return
-        boundary = self.boundary
-        narrow = boundary.casts.dtype if boundary.casts is not None else None
-        way_out = "after mpinit.undo(model)"
-        if narrow is None:
-            narrow = boundary.inner_dtype
-            way_out = "inside 'with mpinit.float32_weights(model):', or after mpinit.undo(model)"
-        # onnxruntime has matrix products in float16, and on a CPU none in bfloat16.
-        kinds = (_ConvNd, nn.Linear) if narrow is torch.bfloat16 else _ConvNd
-        refused = next((module for module in self.module.modules() if isinstance(module, kinds)), None)
-        if narrow in LOWER_PRECISION and refused is not None:
-            warn_user(
-                f"this ONNX export of {type(self.module).__name__} has layers such as {type(refused).__name__} in "
-                f"{narrow}, and onnxruntime refuses many such files: export it {way_out}, which makes a float32 file"
-            )
+                if reason is not None:
+                    raise RuntimeError(reason) from error
+            add_note(error, type(self.module).__name__, boundary.inner_dtype)
+            raise
 
     def _with_weights(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
@@ -381,11 +350,6 @@ def patch_forwards(
             part.cast_inside()
         else:
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
-    if casts_model and not casts_weights:
-        for module, name in methods_with_weights(index, selection.float32_modules):
-            method = MethodOutside(module, cast, name).run
-            patched.append((weakref.ref(module), {name: weakref.ref(method)}, {}))
-            vars(module)[name] = method
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
@@ -439,8 +403,6 @@ def unpatch_copy(copied: nn.Module) -> None:
                     del attributes[name]
                 else:
                     attributes[name] = beneath
-            elif method_outside(value) is not None:
-                del attributes[name]
 
 
 def _beneath_dead_patches(forward: Any) -> Any:

@@ -1,9 +1,7 @@
 """The selection of tensors that are cast and of modules that stay float32; nothing is changed here."""
 
 import fnmatch
-import inspect
-import types
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,7 +12,6 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..basics.code_names import names_in
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
 from ..basics.weak_references import WeakList
@@ -189,71 +186,3 @@ _MIXED_FORWARDS: Final = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 # Modules whose forward is not patched. A parametrization runs wherever its weight is read, and returns the weight's
 # dtype. A loss would get rounded targets: for a loss with 16-bit weights torch's error about the dtypes is better.
 _CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)
-
-
-def methods_with_weights(index: ModelIndex, float32: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules and names of methods that read weights or buffers without calling their module.
-
-    The names in a method's code are a guess, because torch has no hook for the reading of a parameter. Only the text of
-    an error depends on it: a method that is not found fails with torch's own.
-
-    Args:
-        index: the index of the models.
-        float32: the modules whose weights stay float32.
-    """
-    known: dict[tuple[type, frozenset[str]], list[str]] = {}
-    for module in index.names:
-        kind = type(module)
-        if (
-            kind.__module__.startswith("torch.")
-            or module in float32
-            or isinstance(module, nn.ModuleList | nn.ModuleDict)
-        ):
-            continue
-        own, children = _weight_names(module)
-        key = kind, own | frozenset(children)
-        if key not in known:
-            known[key] = _reading_methods(kind, own, children)
-        yield from ((module, name) for name in known[key] if name not in vars(module))
-
-
-def _weight_names(module: nn.Module) -> tuple[frozenset[str], dict[str, frozenset[str]]]:
-    """Return the names of a module's own parameters, lists of them and floating buffers; and of each child's."""
-
-    def names(each: nn.Module) -> frozenset[str]:
-        lists = {
-            name for name, child in each._modules.items() if isinstance(child, nn.ParameterList | nn.ParameterDict)
-        }
-        tensors = {**each._parameters, **each._buffers}.items()
-        return frozenset(
-            lists.union(name for name, tensor in tensors if tensor is not None and tensor.is_floating_point())
-        )
-
-    return names(module), {name: names(child) for name, child in module._modules.items() if child is not None}
-
-
-def _reads(read: frozenset[str], own: frozenset[str], children: dict[str, frozenset[str]]) -> bool:
-    return bool(read & own) or any(child in read and read & parameters for child, parameters in children.items())
-
-
-def reads_weights(code: types.CodeType, module: nn.Module) -> bool:
-    """Return whether code names a parameter of a module or of a child of it."""
-    return _reads(frozenset(names_in(code)), *_weight_names(module))
-
-
-def _reading_methods(kind: type, own: frozenset[str], children: dict[str, frozenset[str]]) -> list[str]:
-    """List a class's methods that name a parameter of the module itself or of a child, and those that call these."""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    methods: dict[str, frozenset[str]] = {}
-    for base in (base for base in reversed(bases) if not base.__module__.startswith("torch.")):
-        for name, function in vars(base).items():
-            if not callable(function) or isinstance(function, (staticmethod, classmethod, type)):
-                continue
-            inner = inspect.unwrap(function)
-            if isinstance(inner, types.FunctionType) and not name.startswith("__"):
-                methods[name] = frozenset(names_in(inner.__code__))
-    methods = {name: read for name, read in methods.items() if not hasattr(nn.Module, name)}
-    found = [name for name, read in methods.items() if _reads(read, own, children)]
-    for name in found:
-        found += [caller for caller, read in methods.items() if name in read and caller not in found]
-    return found

@@ -264,7 +264,6 @@ class Ranks:
             raise RuntimeError(_INSIDE_BACKWARD)
         if self.is_first_step:
             self.guard.check_present()
-            self.guard.log_emulation()
             self.is_first_step = False
         if not is_distributed():
             return
