@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -10,21 +10,24 @@ from . import registry
 from .model.float32_block import Float32Block
 from .session import Session
 
+# The sessions whose models have float32 parameters at the moment.
+_open: Final[list[Session]] = []
+
 
 @contextmanager
 def float32_weights(owners: Any) -> Iterator[None]:
     """Set the parameters and buffers of a session's models to their float32 values while the block runs.
 
     They read and write as float32, with every bit of the masters, at every level, and forwards compute in float32: for
-    averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. The optimizers'
-    groups contain them, too. At the end numbers are rounded into the 16-bit weights, also after an exception, and
-    gradients, ``requires_grad``, hooks, Python attributes and groups are carried back. May be nested. Where weights are
-    float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in float32).
+    averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. At the end the
+    numbers are rounded into the 16-bit weights, also after an exception. Blocks of the same models may be nested. Where
+    weights are float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in
+    float32).
 
-    Parameters are other objects inside: read them from the model in the block, not before. Every block has the same
-    objects, as long as the model's own parameters are the same, so a list of them may be used again in later blocks.
-    After a block a kept parameter is the live master with full masters, and elsewhere empty (all nan): a write to it
-    raises an error with the next use of the model. Needs 4 bytes per parameter where there are no full masters.
+    The block is about values. Parameters are other objects inside: read them from the model in the block, not before.
+    They may not be replaced, and may get no gradients, hooks or another ``requires_grad``. After a block a kept
+    parameter is the live master with full masters, and elsewhere empty. Needs 4 bytes per parameter where there are no
+    full masters.
 
     Args:
         owners: an initialised model or optimizer, or a list or tuple of them.
@@ -33,8 +36,9 @@ def float32_weights(owners: Any) -> Iterator[None]:
         None.
 
     Raises:
-        RuntimeError: it is not initialised; or gradients are scaled at the moment. Steps, ``scale_loss`` and
-            ``undo`` are refused inside.
+        RuntimeError: it is not initialised; gradients are scaled at the moment; a block of other models is open; or, at
+            the end, a parameter has changed in something else than its values. Steps, ``scale_loss``, ``undo`` and a
+            ``backward()`` into these parameters are refused inside.
 
     Example:
         >>> import torch, mpinit
@@ -49,42 +53,34 @@ def float32_weights(owners: Any) -> Iterator[None]:
     """
     listed = owners if isinstance(owners, (list, tuple)) else [owners]
     known = [owner for owner in map(registry.unwrapped, listed) if owner not in registry.disabled]
+    sessions = [each for each in dict.fromkeys(map(registry.session_of, known)) if each not in _open]
+    if sessions and _open:
+        raise RuntimeError(
+            f"mpinit.float32_weights() of {sessions[0].describe()} was called inside a block of "
+            f"{_open[0].describe()}: pass the models of both to one call, mpinit.float32_weights([model, other])"
+        )
     with ExitStack() as stack:
-        for session in dict.fromkeys(map(registry.session_of, known)):
+        for session in sessions:
             stack.enter_context(_of_session(session))
         yield
 
 
 @contextmanager
 def _of_session(session: Session) -> Iterator[None]:
-    if session.masters.are_in_model:
-        yield
-        return
     session.managed.check_idle("mpinit.float32_weights()")
-    if session.float32_block is None:
-        session.float32_block = Float32Block(session.models, session.values)
-    block = session.float32_block
-    members = list(session.managed.shared.members)
+    block = Float32Block(session.models, session.values)
+    _open.append(session)
     try:
         # Tensors that are made in inference mode have no version counters.
         with torch.inference_mode(False):
             block.enter()
         session.masters.are_in_model = True
-        for each in members:
-            each.exchange(block.wide)
         with session.forwards.in_float32():
             yield
     finally:
-        session.masters.are_in_model = True
+        _open.remove(session)
         try:
-            others = block.replace()
-            for each in members:
-                each.exchange(others)
-                each.narrow_states()
+            with torch.inference_mode(False):
+                block.exit()
         finally:
-            try:
-                with torch.inference_mode(False):
-                    block.exit()
-            finally:
-                session.masters.are_in_model = False
-                session.values.end_block()
+            session.masters.are_in_model = False

@@ -31,7 +31,6 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.boundary import ForwardGuard
-from .model.float32_block import Float32Block
 from .model.float32_values import Float32Values
 from .model.input_values import InputWarnings
 from .model.shared_memory import check_memory
@@ -75,7 +74,6 @@ class Session:
         verbosity: 0: nothing is logged.
         selection: the modules that stay float32 and the tensors that are cast, as :meth:`apply` has found them.
         values, masters: the float32 values of 16-bit tensors, and the masters among them.
-        float32_block: the blocks of ``float32_weights``; None before the first.
         forwards: the casts around the models' forwards.
         forward_guard, step_guard: the checks before forwards, and before steps of optimizers that are not managed.
         ranks: the agreement with other processes.
@@ -93,7 +91,6 @@ class Session:
         self.is_live = False
         self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
-        self.float32_block: Float32Block | None = None
         written = WrittenBuffers()
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers, written)
         self.step_guard = StepGuard(self.values, plan.makes_masters)
@@ -137,7 +134,7 @@ class Session:
 
     def _apply(self, index: ModelIndex) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
-        push(self.masters.stop_recording)
+        push(self.masters.stop_watching)
         targets = dict(selected.targets)
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
@@ -165,9 +162,6 @@ class Session:
         # Late, because without masters no undo can restore the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
-        if selected.has_16_bit:
-            push(self.values.casts.stop_recording)
-            self.values.casts.record_data_use(targets, self.masters)
         if selected.changes:
             self.managed.shared.written.list_buffers(index.named_modules)
         casts = self.values.casts if selected.changes else None
@@ -273,7 +267,6 @@ class Session:
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
             # On the stack, which runs the other undos even if one of these raises.
-            self._undos.push(self.values.close)
             for managed in self.managed.patched():
                 self._undos.push(managed.gradients.end)
             self._is_ending = True
@@ -388,7 +381,7 @@ def _widen_states(optimizers: Sequence[Optimizer], dtypes: Mapping[Any, torch.dt
 def _masters(plan: Plan, names: Names) -> FullMasters | SplitMasters:
     if plan.masters is MasterWeightsMode.SPLIT:
         return SplitMasters(names, plan.properties.grad_dtype)
-    return FullMasters(names)
+    return FullMasters(names, plan.properties.grad_dtype)
 
 
 def _restore_states(optimizers: Sequence[Optimizer]) -> Undo:

@@ -40,8 +40,7 @@ class SessionView:
     def ids_cast_in_forwards(self) -> set[int]:
         """Return the ids of the models' tensors that are float32 now, and 16-bit in forwards."""
         session = self._session
-        block = session.float32_block
-        found = set(block.narrow) if block is not None and session.masters.are_in_model else set()
+        found = set(session.values.narrow)
         for module in {module for model in session.models for module in modules_of(model)}:
             for patched in filter(None, map(forward.patched_forward, vars(module).values())):
                 found.update(map(id, [] if patched.weights is None else patched.weights.parameters()))

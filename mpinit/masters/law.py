@@ -1,14 +1,19 @@
-"""The law of masters: a master is its weight, and the bits that the rounding to 16 bits removed.
+"""The law of masters: a master is a pure function of two tensors, with no history.
 
-    meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
+    full:  where(round(master) == weight, master, weight)    element by element, where nan equals nan
+    split: the weight, and a 16-bit remainder below it; the remainder of 0, infinity and nan is ignored
 
-The law is a pure function of two tensors. If an element of the weight was changed after its master was rounded into it,
-the master becomes that number. An element that was not changed keeps the master's lower bits.
+So an element of a weight that was written to becomes its master, and one that was not keeps its master's lower bits:
+also one that was written to and then restored.
 """
+
+import math
 
 import torch
 
 from ..basics.dtypes import cast_within_range
+
+# -- full masters -----------------------------------------------------------------------------------------------------
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
@@ -21,26 +26,58 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     rounded = values.to(weight.dtype)
     same = (rounded == weight) | (rounded.isnan() & weight.isnan())
     if weight.dtype == torch.float16:
+        # initialize casts finite numbers beyond the largest of float16 to that largest.
         same |= cast_within_range(values, weight.dtype) == weight
     return same
 
 
-def meaning(weight: torch.Tensor, values: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the new float32 values of a master by the law.
+def meaning(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Compute the float32 values of a full master by the law.
 
     Args:
         weight: the 16-bit weight.
         values: the master's present values, float32, of the weight's shape.
-        earlier: the master's values before the last write to the weight. Elements that were restored since then get
-            their lower bits from here. Default None.
 
     Returns:
         A new float32 tensor.
     """
-    written = weight.float()
-    if earlier is not None:
-        written = torch.where(is_rounding(weight, earlier), earlier, written)
-    return torch.where(is_rounding(weight, values), values, written)
+    return torch.where(is_rounding(weight, values), values, weight.float())
+
+
+# -- split masters ----------------------------------------------------------------------------------------------------
+
+# The upper half of a float32 number, rounded half away from zero, is a bfloat16 number. What is missing is the lower
+# half as a signed integer, the remainder: where it is negative, the upper half was rounded up.
+
+
+def split_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Split float32 numbers in place: ``bits`` become those of the bfloat16 numbers.
+
+    Args:
+        bits: the numbers, viewed as int32.
+        remainder: int16, of the same shape; gets the remainders.
+    """
+    # The one nan that stays a nan: others, such as CUDA's, would be rounded to 0.
+    bits.view(torch.float32).nan_to_num_(math.nan, math.inf, -math.inf)
+    remainder.copy_(bits)
+    bits.add_(0x8000).bitwise_right_shift_(16)
+
+
+def join_(values: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Add remainders to bfloat16 numbers that were widened to float32, in place: the reverse of :func:`split_`.
+
+    A number that was written to the weight gets the remainder of the one before, which is less than half a unit in its
+    last place. 0, infinity and nan stay what they are. So no master is exact below 4.6e-41 or above 3.396e38.
+
+    Args:
+        values: float32.
+        remainder: int16, of the same shape.
+    """
+    counts = (values != 0) & values.isfinite()
+    values.view(torch.int32).add_(remainder.where(counts, 0))
+
+
+# -- casts without masters --------------------------------------------------------------------------------------------
 
 
 def restore_unchanged(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:

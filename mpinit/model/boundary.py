@@ -95,7 +95,7 @@ class ForwardGuard:
         Raises:
             RuntimeError: see :meth:`check_present`.
         """
-        if self._is_first:
+        if self._is_first and not self.masters.are_in_model:
             self.check_present()
             self._warn_of_new_parameters()
             self._is_first = False
@@ -111,7 +111,7 @@ class ForwardGuard:
             self._written.begin()
         if self.has_float32_values:
             with self._lock:
-                self._values.apply_writes()
+                self._values.before_use()
                 if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
                     self.masters.widen_unused_gradients()
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..basics.dtypes import LOWER_PRECISION, cast_to, cast_within_range, is_lower_precision, may_overflow
+from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
-from ..basics.modules import ModelIndex, Names, dotted, modules_of, own_tensors
+from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
-from ..distributed.sharding import is_distributed, is_sharded, local, rebuild_groups, set_data
+from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
 from ..masters.law import restore_unchanged
-from ..masters.masters import CONVERTED, Masters
-from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, record_data_use, stop_recording
+from ..masters.masters import Masters
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .precision_loss import warn_about_precision_loss
 from .selection import is_parameter
 
@@ -58,8 +58,6 @@ class TensorCasts:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
-        # The parameters whose data use is recorded, by their ids, with their 16-bit dtypes.
-        self._recorded: dict[int, tuple[nn.Parameter, torch.dtype]] = {}
 
     @torch.no_grad()
     def apply(self, index: ModelIndex, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
@@ -142,49 +140,6 @@ class TensorCasts:
             original = self._original_dtypes.setdefault(tensor, tensor.dtype)
             kept = torch.float32 if is_lower_precision(original) and tensor.requires_grad else original
             self._keep(tensor, values.to(kept), tensor.detach())
-
-    def record_data_use(self, targets: Mapping[torch.Tensor, torch.dtype], masters: Masters) -> None:
-        """Record, until :meth:`stop_recording`, when the ``data`` of 16-bit parameters without masters is replaced."""
-        known = {id(master.weight) for master in masters}
-        for tensor, dtype in targets.items():
-            if dtype in LOWER_PRECISION and id(tensor) not in known and isinstance(tensor, nn.Parameter):
-                self._recorded[id(tensor)] = tensor, dtype
-                record_data_use(tensor, masters.data_use)
-
-    def stop_recording(self) -> None:
-        """Reverse :meth:`record_data_use`."""
-        while self._recorded:
-            stop_recording(self._recorded.popitem()[1][0])
-
-    @torch.no_grad()
-    def follow_replaced_data(self, masters: Masters, names: Names) -> None:
-        """Cast parameters without masters back to 16 bits, to which ``data`` of another dtype was assigned.
-
-        Raises:
-            RuntimeError: a process group is initialised. Nothing was changed.
-        """
-        replaced = [self._recorded[key] for key in masters.data_use.replaced if key in self._recorded]
-        moved = [(p, dtype) for p, dtype in replaced if p.dtype is not dtype and masters.of(p) is None]
-        for parameter, _ in moved:
-            if is_distributed():
-                raise RuntimeError(CONVERTED.format(names.of(parameter), parameter.dtype))
-        for parameter, dtype in moved:
-            values, gradient = TENSOR_DATA.__get__(parameter), parameter.grad
-            has_own_gradient = gradient is not None and gradient.shape == values.shape
-            _replace_data(parameter, values.to(dtype), gradient if has_own_gradient else None)
-            self.load(parameter, values)
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's float32 values, and mark it as float32 from now on. The caller sets them as its data.
-
-        The values of a buffer that was not written to since its cast share the original tensor's memory.
-        """
-        values = self.original_values(tensor)
-        wide = (tensor if values is None else values).detach().to(torch.float32)
-        self._originals.pop(tensor, None)
-        if self._recorded.pop(id(tensor), None) is not None:
-            stop_recording(tensor)
-        return wide
 
     def undo(self) -> None:
         """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""

@@ -3,8 +3,9 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,31 +20,27 @@ from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded, local, sharded_as
 from ..masters.law import is_rounding, meaning
-from ..torch_internals.bulk import are_same
 from . import copies
 from .float32_values import Float32Values
 from .forward_weights import ACTIVE_CASTS, parameter_of
-from .shared_memory import is_16_bit, same_view, storage_of
-
-_CONTAINERS: Final = (dict, list, tuple)
+from .shared_memory import is_16_bit, storage_of
 
 
 class Float32State:
-    """The state-dict hooks of a session, which save float32 values: those of masters, if there are masters.
+    """The state-dict hooks of a session, which save float32 copies: those of masters, if there are masters.
 
     Every module has the hooks, so that the state dict of a part is float32 too. A module that is added to one of them
-    later gets the hooks as well. With ``keep_vars=True`` the state dict has the 16-bit parameters themselves.
+    later gets the hooks as well. With ``keep_vars=True`` the state dict has the 16-bit parameters themselves. What
+    modules save by methods of their own (``get_extra_state``, ``_save_to_state_dict``) is saved as it is.
     """
 
     def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
         self._values: Float32Values | None = values
-        # For the call of state_dict() that runs: its dict, and the id of a tensor -> the entry that was made for it.
-        self._destination: weakref.ref[Any] | None = None
-        self._made: dict[int, torch.Tensor] = {}
+        # The id of a tensor -> the key and the entry that were made for it last.
+        self._made: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
         self._stop_following: Undo | None = None
-        # A module has two hooks, with this key and its negative. 0 is not used, because it is its own negative.
-        self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
+        self.key = RemovableHandle(OrderedDict()).id
         self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
         self._outermost_load: object = None
         # The id of a module that is being loaded -> its prefix, and the dict that torch reads its values from.
@@ -75,104 +72,53 @@ class Float32State:
     def _hook(self, modules: Iterable[nn.Module]) -> None:
         # Straight into the dicts: torch's methods make a handle for each hook, which needs many times as long.
         key = self.key
-        export, export_rest, after_load = (_as_hook(each) for each in (self.export, self.export_rest, self.after_load))
+        export, after_load = _as_hook(self.export), _as_hook(self.after_load)
         added = [module for module in modules if key not in module._state_dict_hooks]
         self._modules.update(added)  # first, so that remove() finds them after an interruption
         for module in added:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             # Before the user's own hooks, which then see float32 values as well.
-            hooks[-key] = export
+            hooks[key] = export
             if len(hooks) > 1:
-                hooks.move_to_end(-key, last=False)
-            hooks[key] = export_rest
+                hooks.move_to_end(key, last=False)
             module._load_state_dict_pre_hooks[key] = _BeforeLoad(module, self)
             module._load_state_dict_post_hooks[key] = after_load
         copies.set_methods(added, self._originals)
 
-    def _begin(self, state_dict: dict[str, Any]) -> None:
-        """Prepare for the first module of a state dict."""
-        if self._values is not None:
-            self._values.prepare_entries()
-        self._destination = _reference(state_dict)
-        self._made = {}
-
-    def _entry(self, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-        """Return the float32 copy of a tensor: one for all of its names, because in torch these share memory, too."""
-        made = self._made.get(id(tensor))
-        if made is None:
-            if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
-                made = parameter.detach().clone()
-            elif self._values is None:
-                made = saved.detach().to(torch.float32, copy=True)
-            else:
-                made = self._values.entry(tensor, saved)
-            self._made[id(tensor)] = made
-        return made
-
-    def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace a module's own 16-bit entries by float32 ones, after its ``state_dict()``."""
-        if self._destination is None or self._destination() is not state_dict:
-            self._begin(state_dict)
-        is_in_block = self._values is not None and self._values.masters.are_in_model
+    def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """Replace a module's own 16-bit entries by float32 copies, after its ``state_dict()``."""
+        for own, child in module._modules.items():
+            if child is not None and self.key not in child._state_dict_hooks:
+                # Sequential.insert and ModuleList.insert run no registration hook.
+                self.add_hooks(child)
+                for name, part in child.named_modules(prefix=prefix + own):
+                    self.export(part, state_dict, f"{name}.", _)
         # Few calls per tensor: the state dict of a large model has some 100,000 tensors.
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 saved = state_dict.get(prefix + name)
                 if not isinstance(saved, torch.Tensor) or saved is tensor or tensor is None:
                     continue
-                if is_in_block and self._values is not None:
-                    if id(tensor) not in self._made:
-                        self._made[id(tensor)] = self._values.block_entry(tensor, saved)
-                    saved = state_dict[prefix + name] = self._made[id(tensor)]
-                if saved.dtype in LOWER_PRECISION and _is_alias(saved, tensor):
-                    state_dict[prefix + name] = self._entry(tensor, saved)
+                is_16_bit = saved.dtype in LOWER_PRECISION
+                is_of_block = self._values is not None and id(tensor) in self._values.narrow
+                if (is_16_bit or is_of_block) and _is_alias(saved, tensor):
+                    state_dict[prefix + name] = self._entry(tensor, saved, state_dict, prefix + name)
 
-    def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace 16-bit entries that modules or hooks have made themselves, after the outermost ``state_dict()``."""
-        metadata = getattr(state_dict, "_metadata", None)
-        if not metadata or next(iter(metadata.values())) is not local_metadata:
-            return
-        self.add_hooks(module)  # ModuleList.insert and Sequential.insert run no registration hook
-        remaining = [
-            key
-            for key, value in state_dict.items()
-            if (type(value) in _CONTAINERS or (isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION))
-            and key.startswith(prefix)
-        ]
-        if remaining:
-            tensors = (tensor for part in modules_of(module) for _, tensor in own_tensors(part))
-            owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
-            keeps_variables = _keeps_variables(module, state_dict, prefix)
-            for key in remaining:
-                saved = state_dict[key]
-                if isinstance(saved, torch.Tensor) and storage_of(saved) not in owners:
-                    state_dict[key] = saved.float()
-                else:
-                    state_dict[key] = self._widened(saved, owners, keeps_variables)
-        self._destination, self._made = None, {}
-
-    def _widened(self, saved: Any, owners: Mapping[int, torch.Tensor], keeps_variables: bool) -> Any:
-        """Replace the models' 16-bit tensors by float32 entries in an object that a module has saved itself.
-
-        Args:
-            saved: a tensor, or a dict, list or tuple of them.
-            owners: the address of a storage -> the model's 16-bit tensor with that storage.
-            keeps_variables: whether ``state_dict(keep_vars=True)`` was called.
-        """
-        if type(saved) is dict:
-            parts = {key: self._widened(value, owners, keeps_variables) for key, value in saved.items()}
-            return saved if are_same(list(parts.values()), list(saved.values())) else parts
-        if type(saved) in (list, tuple):
-            items = [self._widened(value, owners, keeps_variables) for value in saved]
-            return saved if are_same(items, saved) else type(saved)(items)
-        if not isinstance(saved, torch.Tensor) or saved.dtype not in LOWER_PRECISION:
-            return saved
-        owner = owners.get(storage_of(saved))
-        if owner is None:
-            return saved  # a tensor of the module's own making in a container stays as it is
-        if owner is saved:
-            return saved if keeps_variables else self._entry(owner, saved)
-        return same_view(saved, owner, self._entry)
+    def _entry(self, tensor: torch.Tensor, saved: torch.Tensor, state_dict: dict[str, Any], key: str) -> torch.Tensor:
+        """Return the float32 copy of a tensor: one for all of its names, because in torch these share memory, too."""
+        first, known = self._made.get(id(tensor), (key, None))
+        made = None if known is None else known()
+        if made is not None and state_dict.get(first) is made:
+            return made
+        parameter = parameter_of(tensor) if ACTIVE_CASTS else None
+        values = parameter if parameter is not None or self._values is None else self._values.of(tensor)
+        # An entry is never an inference tensor, which has no version counter.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            entry = (saved if values is None else values).detach().to(torch.float32, copy=True)
+        self._made[id(tensor)] = key, weakref.ref(entry)
+        if self._values is not None:
+            self._values.entries.add(entry, key)
+        return entry
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any
@@ -185,7 +131,7 @@ class Float32State:
             self._outermost_load = lists[-1]
             self._to_load.clear()
             self._rebuilt.clear()
-            self._values.entries_loaded(state_dict, module, prefix)
+            self._values.entries.loaded(state_dict)
             self._values.apply_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)
@@ -219,7 +165,7 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it saves its own weights.
-        nothing = ("_values", "_originals", "_stop_following", "_outermost_load", "_destination")
+        nothing = ("_values", "_originals", "_stop_following", "_outermost_load")
         return dict.fromkeys(nothing) | {
             "key": self.key,
             "_modules": set(),
@@ -252,25 +198,6 @@ def _add_hooks_to_new_part(
     state = known() if part is not None and key in module._state_dict_hooks else None
     if state is not None and part is not None:
         state.add_hooks(part)
-
-
-def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
-    """Return whether ``state_dict(keep_vars=True)`` was called: then an entry is the module's tensor itself."""
-    for name, part in module.named_modules(prefix=prefix.rstrip(".")):
-        if type(part)._save_to_state_dict is nn.Module._save_to_state_dict:
-            for own, tensor in own_tensors(part):
-                saved = state_dict.get(f"{name}.{own}" if name else own)
-                if saved is not None:
-                    return saved is tensor
-    return False
-
-
-def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
-    """Return a weak reference to a state dict; None for a plain ``dict``, which cannot have one."""
-    try:
-        return weakref.ref(state_dict)
-    except TypeError:
-        return None
 
 
 def _as_hook(method: Callable[..., None], *first: Any) -> Any:

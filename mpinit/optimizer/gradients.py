@@ -72,7 +72,7 @@ class Gradients:
         It is called before any gradients of the session are scaled, because it replaces gradients of other optimizers,
         too.
         """
-        if isinstance(self._masters, SplitMasters) and have_grads(self.weights):
+        if have_grads(self.weights):
             self._masters.widen_unused_gradients(has_gradients=True)
 
     @without_gradients

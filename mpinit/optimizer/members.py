@@ -146,8 +146,6 @@ class Members:
             return None
         master = self.table.add(weight, weight.dtype)
         if master is not None:
-            if self._kind is MasterWeightsMode.FULL and self.values.block_parameters is not None:
-                self.values.block_parameters.adopt(master)
             original = self.values.casts.original_values(weight)
             self.table.cast(master, weight.dtype, clamps=False)
             if original is not None:

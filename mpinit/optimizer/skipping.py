@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
 from ..config.plan import Plan
-from ..masters.full import FullMasters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import Phase
@@ -18,8 +17,6 @@ from .gradients import Gradients
 from .members import Members
 from .overflow_log import OverflowLog, OverflowReport
 
-# Infinite float16 weights are searched for after this many steps without a skip. A search reads all weights.
-_CLAMP_CHECK_INTERVAL: Final = 1000
 _SKIPS_TO_WARN_OF: Final = 3
 
 
@@ -90,7 +87,6 @@ class Skips:
         self._gradients = gradients
         self._plan = plan
         self._last_loss: torch.Tensor | None = None
-        self._since_clamp_check = 0
         # True: the overflow for which the next step is skipped has been logged already.
         self._is_logged = False
 
@@ -114,9 +110,6 @@ class Skips:
         self.counter.count(skipped=False)
         self._last_loss = None
         self._is_logged = False
-        self._since_clamp_check += 1
-        if self._since_clamp_check >= _CLAMP_CHECK_INTERVAL:
-            self._clamp_weights()
 
     def count_stepped(self, optimizer: Optimizer) -> None:
         """Count a step that was run: its kernel skips by itself if torch.amp.GradScaler has passed it an overflow."""
@@ -132,11 +125,7 @@ class Skips:
         # Reading the counters is a device sync, so it is done once in max_consecutive_skips steps.
         limit = self._plan.max_consecutive_skips
         if not is_capturing() and self.counter.is_due(limit):
-            self._since_clamp_check += limit
             consecutive = self.counter.read().consecutive
-            is_search_due = consecutive > 0 or self._since_clamp_check >= _CLAMP_CHECK_INTERVAL
-            if is_search_due and self._clamp_weights():
-                return  # an infinite weight makes every step overflow: from the next one on it is finite
             self._raise_after_too_many()
             if consecutive >= _SKIPS_TO_WARN_OF:
                 self._warn()
@@ -156,7 +145,6 @@ class Skips:
             self._log_now(reads_without_sync(found_inf.device) and self._gradients.state.phase is Phase.UNSCALED)
         self._is_logged = False
         self.counter.count(skipped=True)
-        self._clamp_weights()
         self._raise_after_too_many()
         if self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
             self._warn()
@@ -198,25 +186,3 @@ class Skips:
             "lowering the loss scale does not help, so the forward or the loss itself is inf or nan. "
             f"{record.advice}"
         )
-
-    def _clamp_weights(self) -> bool:
-        """Replace infinite float16 weights, whose masters are finite, by the largest float16 number, and warn once.
-
-        They are searched for after an overflow, which they cause, and every :data:`_CLAMP_CHECK_INTERVAL` steps.
-
-        Returns:
-            Whether there were any.
-        """
-        self._since_clamp_check = 0
-        table = self._members.table
-        if not isinstance(table, FullMasters):
-            return False
-        clamped = table.clamp_all(self._members.masters)
-        if clamped:
-            names = self._members.names.of_all([master.weight for master in clamped])
-            warn_user(
-                f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
-                "not in the float32 masters: from here on the model has that largest instead. Use bfloat16 "
-                f"(opt_level='O5'), or add keep_fp32=[{', '.join(map(repr, names))}]"
-            )
-        return bool(clamped)

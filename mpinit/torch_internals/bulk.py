@@ -104,18 +104,6 @@ def _alive(references: list[weakref.ref[Any]]) -> list[Any] | None:
 def _nothing() -> None: ...
 
 
-def replace_entries(dicts: list[dict[str, Any]], names: list[str], expected: list[Any], values: list[Any]) -> bool:
-    """Set an entry of each dict, if all these entries have the expected values; otherwise set none of them.
-
-    Returns:
-        Whether they had.
-    """
-    if not are_same(list(map(dict.get, dicts, names)), expected):
-        return False
-    consume(map(dict.__setitem__, dicts, names, values))
-    return True
-
-
 def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
     tables = [module._modules for module in modules]
     return list(chain(*tables)), [value for table in tables for value in table.values()]
@@ -129,12 +117,6 @@ def exchanged(items: list[Any], others: Mapping[int, Any]) -> list[Any]:
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return each tensor's ``grad``."""
     return list(map(_GRAD_OF, tensors))
-
-
-def changed_grads(tensors: list[Any], expected: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-    """Return each tensor's ``grad``; None where all are the objects that were expected, the usual case."""
-    found = grads_of(tensors)
-    return None if are_same(found, expected) else found
 
 
 def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
@@ -193,20 +175,14 @@ def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(_ADDRESS_OF, tensors))
 
 
-def changed_versions(tensors: list[Any], expected: list[int]) -> list[int] | None:
-    """Return each tensor's version counter; None where all are the expected ones, the usual case."""
-    found = versions_of(tensors)
-    return None if found == expected else found
-
-
 def layouts_of(tensors: list[torch.Tensor]) -> object:
     """Return a value that compares equal as long as no tensor gets other memory, sizes or strides."""
     return list(map(_ADDRESS_OF, tensors)), list(map(_SIZE_OF, tensors)), list(map(_STRIDE_OF, tensors))
 
 
-def concatenated_bits(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the numbers of 16-bit tensors of one dtype, without dimensions or with one, in one int16 tensor."""
-    return torch.cat(tensors).view(torch.int16)
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor's memory as one dimension, in the order of the memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -54,11 +54,12 @@ def test_every_mantissa_comes_back(negative: bool) -> None:
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_every_exponent_comes_back(negative: bool) -> None:
-    """Check denormal numbers too, for which error correction is wrong thousands of times."""
+    """Check denormal numbers too, for which error correction is wrong thousands of times: those below 4.6e-41 are 0."""
     some = MANTISSAS[:: (1 << 12) + 1]
     values = torch.cat([floats(exponent, some, negative) for exponent in range(-127, 128)])
     values = values[values.bfloat16().isfinite()]
-    assert torch.equal(split_of(values)[1].view(torch.int32), values.view(torch.int32))
+    expected = torch.where(values.bfloat16() == 0, values * 0, values)
+    assert torch.equal(split_of(values)[1].view(torch.int32), expected.view(torch.int32))
 
 
 def test_small_updates_do_not_drift() -> None:

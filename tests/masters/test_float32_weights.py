@@ -1,19 +1,11 @@
-"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before.
+"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
 
-Below the public face: each test runs by torch's operations and by native code.
-"""
-
-import copy
-import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import simulated_device
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from models import LEVELS
 from session_device import device, placed
 from torch import nn
@@ -208,93 +200,6 @@ MASTERS = {kind: KINDS[kind] for kind in ("O2", "O5", "split")}
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_parameters_are_the_same_objects_in_every_block(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    with mpinit.float32_weights(model):
-        kept = list(model.parameters())
-    for _ in range(2):
-        step(model, optimizer, batch)
-        expected = [value for name, value in state(model).items() if name in dict(model.named_parameters())]
-        with mpinit.float32_weights(model), torch.no_grad():
-            assert all(one is other for one, other in zip(kept, model.parameters(), strict=True))
-            assert all(map(torch.equal, kept, expected))
-            kept[0].add_(1e-4)
-        assert torch.equal(model.state_dict()["0.weight"], expected[0] + 1e-4)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_average_over_a_kept_list_is_that_of_float32_numbers(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    with mpinit.float32_weights(model):
-        kept = list(model.parameters())
-        averages = [p.detach().clone() for p in kept]
-    expected = [average.clone() for average in averages]
-    names = [name for name, _ in model.named_parameters()]
-    for _ in range(4):
-        step(model, optimizer, batch)
-        with mpinit.float32_weights(model), torch.no_grad():
-            torch._foreach_lerp_(averages, kept, 0.1)
-        torch._foreach_lerp_(expected, [model.state_dict()[name] for name in names], 0.1)
-    assert all(map(torch.equal, averages, expected))
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-@pytest.mark.parametrize("way", ["unfrozen", "added"])
-def test_average_over_a_kept_list_has_a_weight_that_is_trained_later(kind: str, way: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
-    model[0].requires_grad_(False)
-    trained_first = model if way == "unfrozen" else model[1]
-    optimizer = torch.optim.SGD(trained_first.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
-    with mpinit.float32_weights(model):
-        kept = list(model.parameters())
-        averages = [p.detach().clone() for p in kept]
-    expected = [average.clone() for average in averages]
-    for number in range(4):
-        if number == 2:
-            model[0].requires_grad_(True)
-            if way == "added":
-                optimizer.add_param_group({"params": list(model[0].parameters())})
-        step(model, optimizer, torch.ones(3, 6))
-        with mpinit.float32_weights(model), torch.no_grad():
-            torch._foreach_lerp_(averages, kept, 0.1)
-        torch._foreach_lerp_(expected, list(model.state_dict().values()), 0.1)
-    assert all(map(torch.equal, averages, expected))
-    if kind != "split":
-        assert all(map(operator.is_, mpinit.master_params(optimizer), kept if way == "unfrozen" else kept[2:]))
-    with torch.no_grad():
-        kept[0].fill_(0.1)
-    if kind == "split":
-        with pytest.raises(RuntimeError, match=r"0\.weight"):
-            model(torch.ones(3, 6))
-    else:
-        assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 6), 0.1))
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_average_over_a_kept_list_has_a_weight_that_becomes_float32(kind: str) -> None:
-    class Decaying(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.weight.mul_(0.99)
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Decaying(6, 6).requires_grad_(False), nn.Linear(6, 128))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
-    with mpinit.float32_weights(model):
-        kept = dict(model.named_parameters())
-    for _ in range(3):
-        step(model, optimizer, torch.ones(3, 6))
-        expected = state(model)
-        with mpinit.float32_weights(model):
-            assert all(torch.equal(kept[name], expected[name]) for name in kept)
-    assert model[0].weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("kind", MASTERS)
 def test_block_after_a_replaced_parameter_has_the_new_one(kind: str) -> None:
     model, optimizer, _ = trained(**KINDS[kind])
     with mpinit.float32_weights(model):
@@ -304,7 +209,8 @@ def test_block_after_a_replaced_parameter_has_the_new_one(kind: str) -> None:
     optimizer.param_groups[0]["params"] = list(model.parameters())
     with mpinit.float32_weights(model):
         inside = list(model.parameters())
-        assert inside[0] is kept[0] and inside[4] is not kept[4]
+        assert inside[4] is not kept[4]
+        assert kind == "split" or inside[0] is kept[0]
     for name, value in new.state_dict().items():
         assert torch.equal(model.state_dict()[f"3.{name}"], value)
     model[3] = nn.Linear(8, 2).bfloat16()
@@ -313,37 +219,8 @@ def test_block_after_a_replaced_parameter_has_the_new_one(kind: str) -> None:
     assert model[3].weight.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", MASTERS)
-def test_hooks_attributes_and_gradients_of_one_block_are_not_in_the_next(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    weight, called = model[0].weight, []
-    for each in range(2):
-        with mpinit.float32_weights(model):
-            inside = model[0].weight
-            assert each == 0 or (not vars(inside) and inside.grad is None)
-            inside.tag = each
-            handle = inside.register_hook(lambda grad: called.append(grad.dtype))
-            inside.requires_grad_(each == 0)
-            inside.grad = torch.full_like(inside, 0.5)
-        assert weight.tag == each and weight.requires_grad is (each == 0)
-        assert torch.equal(weight.grad.float(), torch.full_like(weight, 0.5, dtype=torch.float32))
-        del weight.tag
-        handle.remove()
-        weight.grad = None
-        weight.requires_grad_()
-    step(model, optimizer, batch)
-    assert not called and not weight._backward_hooks
-    with mpinit.float32_weights(model):
-        assert not vars(model[0].weight) and not model[0].weight._backward_hooks
-
-
 def writes() -> dict[str, Any]:
     """Ways to write 0.1 to a number of a parameter inside of a block."""
-
-    def replace(model: nn.Module) -> None:
-        new = model[0].weight.detach().clone()
-        new[0, 0] = 0.1
-        model[0].weight = nn.Parameter(new)
 
     return {
         "in place": lambda model: model[0].weight.detach()[0, 0].fill_(0.1),
@@ -351,7 +228,6 @@ def writes() -> dict[str, Any]:
         "numpy": lambda model: model[0].weight.detach().numpy().__setitem__((0, 0), 0.1),
         "other data": lambda model: setattr(model[0].weight, "data", model[0].weight.data + 1.0),
         "other strides": lambda model: setattr(model[0].weight, "data", model[0].weight.data.t().contiguous().t() + 1),
-        "another parameter": replace,
     }
 
 
@@ -384,8 +260,6 @@ def test_writes_to_weights_between_blocks_are_read_inside(kind: str) -> None:
         lambda w: w.detach()[2].zero_(),
         lambda w: w.detach()[3].fill_(float("inf")),
     ]
-    if device().type == "cpu":
-        ways.append(lambda w: w.detach().view(torch.int16).numpy().__setitem__((4, 0), 0))
     for write in ways:
         with mpinit.float32_weights(model):
             pass
@@ -412,57 +286,8 @@ def test_block_in_inference_mode_reads_and_writes(kind: str) -> None:
         expected = state(model)
 
 
-@pytest.mark.parametrize("kind", [*MASTERS, "O3"])
-def test_parameter_kept_from_a_block_is_refused_after_its_replacement(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    with mpinit.float32_weights(model):
-        kept = model[4].shift  # no master, so it is made for blocks
-    model[4].register_buffer("shift", torch.tensor([0.5, 0.25], dtype=model[4].shift.dtype))
-    with mpinit.float32_weights(model):
-        assert model[4].shift is not kept and torch.equal(model[4].shift, torch.tensor([0.5, 0.25]))
-    assert kept.isnan().all()
-    kept.data = torch.ones(2)
-    kept.mul_(2)
-    with pytest.raises(RuntimeError, match="kept from inside"):
-        model.state_dict()
-    step(model, optimizer, batch)
-
-
-@given(st.lists(st.sampled_from(["read", "write", "step", "freeze", "free", "outside", "raise"]), max_size=8))
-def test_any_order_of_blocks_and_steps_is_that_of_one_model(actions: list[str]) -> None:
-    """Split masters and full masters of bfloat16 differ in rounding alone, so both are compared with state dicts."""
-    for kind in ("O5", "split"):
-        model, optimizer, batch = trained(**KINDS[kind])
-        expected = state(model)
-        for action in actions:
-            weight = model[3].weight
-            if action == "step":
-                step(model, optimizer, batch)
-            elif action in ("freeze", "free"):
-                weight.requires_grad_(action == "free")
-            elif action == "outside":
-                with torch.no_grad():
-                    weight[0, 0] = 0.5
-            else:
-                try:
-                    with mpinit.float32_weights(model), torch.no_grad():
-                        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
-                        if action != "read":
-                            model[3].weight.mul_(1.0001)
-                            expected["3.weight"] = model[3].weight.detach().clone()
-                        if action == "raise":
-                            raise KeyError
-                except KeyError:
-                    pass
-            if action in ("step", "outside"):
-                expected = state(model)
-            after = state(model)
-            assert all(torch.equal(after[name], value) for name, value in expected.items()), action
-        mpinit.undo(model)
-
-
 def exchange(model: nn.Module) -> None:
-    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    model[0].weight, model[3].weight = model[3].weight, model[0].weight
 
 
 def tie(model: nn.Module) -> None:
@@ -475,6 +300,10 @@ def move(model: nn.Module) -> None:
     model[1].register_parameter("moved", weight)
 
 
+def remove(model: nn.Module) -> None:
+    del model[0].weight
+
+
 def add_a_place(model: nn.Module) -> None:
     model[2].extra = model[0].weight
 
@@ -483,229 +312,139 @@ def parametrize(model: nn.Module) -> None:
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
 
 
-STRUCTURES = (exchange, tie, move, add_a_place, parametrize)
+def replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(8, 6))
 
 
-@pytest.mark.parametrize("kind", MASTERS)
-@pytest.mark.parametrize("change", STRUCTURES)
-def test_parameters_put_into_other_places_inside_are_there_after(
-    kind: str, change: Callable[[nn.Module], None]
-) -> None:
-    changed = []
-    for is_inside in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, **KINDS[kind] | {"loss_scale": 1.0})
-        own = list(model.parameters())
-        with mpinit.float32_weights(model) if is_inside else nullcontext():
-            change(model)
-        places = model.state_dict(keep_vars=True)
-        changed.append(({name: [p is each for each in own] for name, p in places.items()}, state(model)))
-        assert all(p.dtype is KINDS[kind].get("cast_model_type", own[0].dtype) for p in model.parameters())
-        assert all(map(operator.is_, optimizer.param_groups[0]["params"], own))
-        mpinit.undo(model)
-    (inside, values), (outside, expected) = changed
-    assert inside == outside
-    assert all(torch.equal(values[name], expected[name]) for name in expected)
+def freeze(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", MASTERS)
-def test_replacement_in_all_places_inside_shares_the_parameter(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    model[0].extra, shared = model[3].weight, model[3].weight
-    with mpinit.float32_weights(model):
-        new = nn.Parameter(model[3].weight * 2)
-        model[3].weight = model[0].extra = model[1].extra = new
-    assert model[3].weight is model[0].extra is model[1].extra is shared
-    assert torch.equal(state(model)["3.weight"], new)
-    step(model, optimizer, batch)
+def hook(model: nn.Module) -> None:
+    model[0].weight.register_hook(lambda gradient: gradient)
 
 
-@pytest.mark.parametrize("kind", MASTERS)
-def test_replacement_in_one_place_of_a_shared_parameter_is_refused_by_name(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    model[0].extra = shared = model[3].weight
-    before = state(model)
-    with pytest.raises(RuntimeError, match=r"0.extra"), mpinit.float32_weights(model):
-        model[3].weight = nn.Parameter(torch.zeros_like(model[3].weight))
-    assert model[3].weight is model[0].extra is shared
-    after = state(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    step(model, optimizer, batch)
+def set_gradient(model: nn.Module) -> None:
+    model[0].weight.grad = torch.zeros(8, 6)
 
 
-@pytest.mark.parametrize("kind", MASTERS)
-def test_replacement_put_into_the_groups_inside_is_trained(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    weight = model[0].weight
-    with mpinit.float32_weights(model):
-        optimizer.param_groups[0]["params"][0] = model[0].weight = nn.Parameter(model[0].weight * 2)
-    assert optimizer.param_groups[0]["params"][0] is model[0].weight is weight
-    before = state(model)
-    step(model, optimizer, batch)
-    assert not torch.equal(state(model)["0.weight"], before["0.weight"])
+def reshape(model: nn.Module) -> None:
+    model[0].weight.data = torch.zeros(3)
 
 
-WRITES_OUTSIDE: dict[str, Callable[[nn.Parameter], Any]] = {
-    "copy_": lambda own: own.copy_(torch.full_like(own, 0.25)),
-    "data.copy_": lambda own: own.data.copy_(torch.full_like(own, 0.25)),
-    "data =": lambda own: setattr(own, "data", torch.full_like(own, 0.25)),
+CHANGES: dict[Callable[[nn.Module], None], str] = {
+    exchange: "was replaced",
+    tie: "was put into another place",
+    move: "was put into another place",
+    remove: "was removed",
+    add_a_place: "was put into another place",
+    parametrize: "was put into another place",
+    replace: "was replaced",
+    freeze: "has another requires_grad",
+    hook: "has hooks",
+    set_gradient: "has a gradient",
+    reshape: "has other memory",
 }
 
 
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", MASTERS)
-@pytest.mark.parametrize("name", ["0.weight", "4.weight"])
-@pytest.mark.parametrize("write", WRITES_OUTSIDE)
-def test_own_parameter_written_inside_a_block_is_refused_by_name(kind: str, name: str, write: str) -> None:
+def test_changes_of_other_things_than_values_are_refused(kind: str, change: Callable[[nn.Module], None]) -> None:
+    """The error names the parameter; values that were written to others count, and the loop goes on."""
     model, optimizer, batch = trained(**KINDS[kind])
-    own, expected = model.get_parameter(name), state(model)
-    for _ in range(2):
-        own.data  # noqa: B018 (read before the block, too)
-        with pytest.raises(RuntimeError, match=name), mpinit.float32_weights(model), torch.no_grad():
-            WRITES_OUTSIDE[write](own)
-            model[0].bias.fill_(0.1)
-        after = state(model)
-        expected["0.bias"].fill_(0.1)
-        assert all(torch.equal(after[each], expected[each]) for each in expected)
-    with mpinit.float32_weights(model), torch.no_grad():
-        own.data.sum(), model[0].bias.fill_(0.2)
-    step(model, optimizer, batch)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_own_parameter_written_inside_through_old_data_is_refused_on_a_cpu(kind: str) -> None:
-    model, _, _ = trained(**KINDS[kind])
-    if device().type != "cpu":
-        pytest.skip("a comparison would need a device sync")
-    data = model[0].weight.data
-    with pytest.raises(RuntimeError, match=r"0\.weight"), mpinit.float32_weights(model):
-        data.fill_(0.25)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-@pytest.mark.parametrize("asks_for_masters", [False, True])
-@pytest.mark.parametrize("graph", ["penalty", "forward"])
-def test_gradients_of_a_graph_made_inside_count_after_or_are_refused(
-    kind: str, asks_for_masters: bool, graph: str
-) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    optimizer.zero_grad()
-    reference = copy.deepcopy(model)
-    expected = torch.autograd.grad(loss_of(reference, batch, graph), list(reference[:4].parameters()))
-    if asks_for_masters:
-        list(mpinit.master_params(optimizer))
-    for count in (1, 2):  # the second pass adds to the first
-        with mpinit.float32_weights(model):
-            loss = loss_of(model, batch, graph)
-        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-            if kind == "split":
-                scaled_loss.backward()
-                break
-            scaled_loss.backward()
-        for parameter, gradient in zip(model[:4].parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient * count)
-    if kind == "split":
-        with pytest.raises(RuntimeError, match=r"'0\.weight'.*after the block"):
-            optimizer.step()
-        optimizer.zero_grad()
+    own = [model[0].weight, model[3].weight]
+    with (
+        pytest.raises(RuntimeError, match=f"' {CHANGES[change]} inside `with mpinit.float32_weights"),
+        mpinit.float32_weights(model),
+    ):
+        model[3].bias.detach().fill_(0.1001)
+        change(model)
+    assert model.state_dict()["3.bias"][0] == torch.tensor(0.1001)
+    if change not in (tie, move, parametrize, remove):
+        assert model[0].weight is own[0] and model[3].weight is own[1]
+        assert (own[0].requires_grad and own[0].dtype is torch.bfloat16) or kind == "O2"
         step(model, optimizer, batch)
-        return
-    loss_of(model, batch, "forward").backward()
+        with mpinit.float32_weights(model):
+            assert (
+                model[0].weight.requires_grad and model[0].weight.grad is None and not model[0].weight._backward_hooks
+            )
+
+
+@pytest.mark.parametrize("way", ["copy_", "data.copy_", "data ="])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_write_to_the_models_own_parameter_inside_is_refused(kind: str, way: str) -> None:
+    model, _, _ = trained(**KINDS[kind])
+    own, new = model[0].weight, torch.full_like(model[0].weight, 0.25)
+    writes = {
+        "copy_": lambda: own.detach().copy_(new),
+        "data.copy_": lambda: own.data.copy_(new),
+        "data =": lambda: setattr(own, "data", new),
+    }
     before = state(model)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    optimizer.step()
-    assert norm > 0 and not torch.equal(state(model)["0.weight"], before["0.weight"])
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor, graph: str) -> torch.Tensor:
-    model.eval()
-    if graph == "forward":
-        return (model(batch).float() - 1).square().mean()
-    return torch.stack([p.float().square().sum() for p in model[:4].parameters()]).sum()
+    with pytest.raises(RuntimeError, match=r"'0.weight' was itself written to"), mpinit.float32_weights(model):
+        writes[way]()
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"]), "the write was dropped"
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_state_dict_made_inside_is_a_copy_after_the_block(kind: str) -> None:
+def test_backward_into_parameters_of_a_block_is_refused(kind: str) -> None:
     model, optimizer, batch = trained(**KINDS[kind])
-    with mpinit.float32_weights(model), torch.no_grad():
-        best = model.state_dict()
-        best["0.bias"].fill_(0.1)  # shares the parameter's memory inside, as in torch
-        assert torch.equal(model[0].bias, torch.full((8,), 0.1))
-    kept, now = {name: value.clone() for name, value in best.items()}, state(model)
-    assert all(torch.equal(now[name], kept[name]) for name in kept)
-    step(model, optimizer, batch)
-    with mpinit.float32_weights(model), torch.no_grad():
-        model[0].weight.mul_(0.5)
-    model(batch)
-    assert all(torch.equal(best[name], kept[name]) for name in kept if not name.startswith("1."))  # a float32 norm
+    model.eval()
+    before = state(model)
     with mpinit.float32_weights(model):
-        new = model.state_dict()
-    new["0.weight"].fill_(0.3)
-    model(batch)
-    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 6), 0.3))
-    best["0.weight"].fill_(0.5)
-    with pytest.raises(RuntimeError, match=r"'0\.weight' of a state dict"):
+        inside = model(batch).square().mean()
+        with pytest.raises(RuntimeError, match="before or after the with-block"):
+            model(batch).square().mean().backward()
+        x = batch.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)  # a gradient of the input reaches no parameter
+    with pytest.raises(RuntimeError, match="to evaluate, use"):
+        inside.backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    after = state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    model.train()
+    step(model, optimizer, batch)
+
+
+def test_block_of_other_models_inside_a_block_is_refused_and_of_both_is_not() -> None:
+    one, _, _ = trained(**KINDS["O5"])
+    other, _, _ = trained(**KINDS["split"])
+    with mpinit.float32_weights([one, other]), mpinit.float32_weights(one):
+        assert one[0].weight.dtype is other[0].weight.dtype is torch.float32
+    with (
+        mpinit.float32_weights(one),
+        pytest.raises(RuntimeError, match=r"pass the models of both"),
+        mpinit.float32_weights(other),
+    ):
+        pass
+    assert one[0].weight.dtype is other[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_kept_parameter_of_a_block_is_the_live_master_or_empty(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    with mpinit.float32_weights(model):
+        kept = model[0].weight
+    if kind == "split":
+        assert kept.shape == (0,)
+        with pytest.raises(RuntimeError):
+            kept.detach().copy_(torch.zeros(8, 6))
+    else:
+        with torch.no_grad():
+            kept.fill_(0.1001)
         model(batch)
+        assert torch.equal(model[0].weight.float(), torch.tensor(0.1001).to(model[0].weight.dtype).float().expand(8, 6))
+        kept.data = torch.full((8, 6), 0.2002)
+        step(model, optimizer, batch)
+        assert (model.state_dict()["0.weight"] - 0.2002).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_made_inside_is_refused_after_the_block(kind: str) -> None:
-    model, optimizer, batch = trained(**KINDS[kind])
-    with mpinit.float32_weights(model):
-        made = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    optimizer.zero_grad()
-    model(batch).float().sum().backward()
-    if model[0].weight.dtype is torch.float32:
-        made.step()
-        return
-    before = state(model)
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.*make the optimizer after the block"):
-        made.step()
-    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
-    step(model, optimizer, batch)
-
-
-@pytest.mark.parametrize("name", ["4.weight", "head.bias"])
-@pytest.mark.parametrize("write", ["fill_", "data =", "data.fill_", "old data"])
-def test_data_of_a_parameter_kept_from_a_block_is_refused_once_written(name: str, write: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    model.add_module("4", nn.Linear(2, 2))
-    model.add_module("head", nn.Linear(2, 1))
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **KINDS["split"])
-    before = state(model)
+@pytest.mark.parametrize("kind", MASTERS)
+def test_frozen_weight_and_its_average(kind: str) -> None:
+    model, _, _ = trained(**KINDS[kind])
+    model[3].weight.requires_grad_(False)
     for _ in range(2):
         with mpinit.float32_weights(model), torch.no_grad():
-            kept = model.get_parameter(name)
-            kept.data = kept.data.clone()  # counts inside, and is no write after the block
-        model(torch.ones(1, 2))
-        if write == "data =":
-            kept.data = torch.zeros_like(kept)
-        elif write == "fill_":
-            with torch.no_grad():
-                kept.fill_(3.0)
-        else:
-            data = kept.data
-            if write == "old data":
-                model(torch.ones(1, 2))
-            data.fill_(3.0)
-        with pytest.raises(RuntimeError, match=f"'{name}' that was kept"):
-            model(torch.ones(1, 2))
-        assert bool(kept.isnan().all())
-        model(torch.ones(1, 2))
-        assert all(torch.equal(value, before[each]) for each, value in state(model).items())
-
-
-@pytest.mark.parametrize(("kind", "name"), [("split", "0.weight"), ("O5", "4.weight"), ("O2", "4.shift")])
-def test_data_of_another_shape_inside_is_refused_by_name(kind: str, name: str) -> None:
-    model, _, batch = trained(**KINDS[kind])
-    before = state(model)
-
-    def tensors() -> dict[str, torch.Tensor]:
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    with pytest.raises(RuntimeError, match=f"'{name}' got the shape"), mpinit.float32_weights(model):
-        tensors()[name].data = tensors()[name].data[:1]
-    model(batch)
-    assert all(torch.equal(value, before[each]) for each, value in state(model).items() if "1." not in each)
+            assert not model[3].weight.requires_grad
+            model[3].weight.lerp_(torch.zeros(2, 8), 0.001)
+    assert model[0].weight.requires_grad and not model[3].weight.requires_grad

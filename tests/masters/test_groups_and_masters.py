@@ -14,7 +14,7 @@ import torch
 from loops import backward, keywords, plain_sgd
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 from mpinit.masters.codecs.encoded import EncodedState
@@ -119,51 +119,6 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
     assert torch.equal(number(model), START - 0.5 * GRADIENT)
 
 
-@pytest.mark.parametrize("rows", [8, 128, 127, 1021])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_moved_through_numpy_are_stepped_where_they_are(dtype: torch.dtype, rows: int) -> None:
-    """Swap slices through numpy, which torch does not count; all 64-bit words are the same, in other places."""
-    model = nn.Linear(64, rows, bias=False)
-    optimizer = RMSprop(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, **keywords("O2", dtype))
-    shared = model.weight.detach().view(torch.int16).numpy()
-
-    def step() -> None:
-        backward(model(torch.ones(1, 64)).sum(), optimizer)
-        optimizer.step()
-
-    for moved in ([1, 0, *range(2, rows)], [*range(1, rows), 0], [2, 3, 0, 1, *range(4, rows)]):
-        step()
-        master, before = number(model), model.weight.detach().clone()
-        shared[:] = shared[moved]
-        wanted = model.weight.detach().clone()
-        step()
-        assert torch.equal(model.weight, wanted) and torch.equal(number(model).to(dtype), wanted)
-        shared[:] = before.view(torch.int16).numpy()
-        step()
-        # Rows that stood in one place all the time keep the bits beyond.
-        stayed = [place for place, row in enumerate(moved) if place == row]
-        assert torch.equal(model.weight, before) and torch.equal(number(model)[stayed], master[stayed])
-
-
-@pytest.mark.parametrize("shape", [(517, 64), (16, 640), (127, 2, 64)])
-def test_any_two_slices_of_a_weight_change_places_through_numpy(shape: tuple[int, ...]) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.randn(shape))
-    optimizer = RMSprop(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5")
-    model.weight.grad = torch.ones(shape)
-    shared = model.weight.detach().view(torch.int16).numpy()
-    for axis, size in enumerate(shape):
-        slices = shared.swapaxes(0, axis)
-        for distance in range(1, size):
-            optimizer.step()
-            slices[[0, distance]] = slices[[distance, 0]]
-            wanted = model.weight.detach().clone()
-            optimizer.step()
-            assert torch.equal(model.weight, wanted), (axis, distance)
-
-
 @each_mode
 def test_averages_swapped_in_and_out_leave_every_bit_and_held_data_is_written(dtype: torch.dtype, masters: Any) -> None:
     (model, optimizer), (untouched, reference) = begin(dtype, masters), begin(dtype, masters)
@@ -194,23 +149,6 @@ def test_zeroing_data_over_groups_counts(dtype: torch.dtype, masters: Any) -> No
     pull(model, optimizer)
     optimizer.step()
     assert torch.equal(number(model), -GRADIENT)
-
-
-@pytest.mark.parametrize("shape", [(70, 60), (513, 509)])
-@pytest.mark.parametrize("mode", [True, "split"])
-def test_uncounted_write_to_a_large_weight_counts(shape: tuple[int, int], mode: Any) -> None:
-    model = nn.Linear(shape[1], shape[0], bias=False)
-    optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, **keywords("O2", torch.bfloat16) | {"master_weights": mode})
-    optimizer.step()
-    bits = model.weight.detach().view(torch.int16).numpy().reshape(-1)
-    expected = number(model)
-    for place in (0, 5, bits.size // 2 + 1, bits.size - 1):
-        bits[place] = 0x4200
-        expected = after(model.weight.detach().clone(), expected, mode)
-        optimizer.step()
-        assert model.weight.view(-1)[place] == 32.0
-        assert torch.equal(number(model), expected)
 
 
 def _a_part(model: Any) -> torch.Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from loops import HALVES, backward, batches, iterate, mlp, mse, plain_sgd, start
+from loops import backward, batches, iterate, mlp, mse, plain_sgd, start
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -115,70 +114,6 @@ def trained_in_16_bits(optimizer: str, dtype: torch.dtype, shape: str, by_hand: 
         made.zero_grad()
         seen += [parameter.detach().clone() for parameter in model.parameters()]
     return seen
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("shape", "late"), [("same", False), ("same", True), ("another", False)], ids=["same", "before step", "another"]
-)
-def test_float32_data_of_a_weight_without_a_master_is_rounded(
-    optimizer: str, dtype: torch.dtype, shape: str, late: bool
-) -> None:
-    ours = trained_in_16_bits(optimizer, dtype, shape, by_hand=False, late=late)
-    theirs = trained_in_16_bits(optimizer, dtype, shape, by_hand=True, late=late)
-    assert {tensor.dtype for tensor in ours} == {dtype}
-    assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in theirs]
-    assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_float32_data_of_a_frozen_weight_counts_exactly(level: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    model[0].requires_grad_(False)
-    mpinit.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), level)
-    narrow, values = model[0].weight.dtype, torch.arange(9.0).sqrt().reshape(3, 3)
-    model[0].weight.data = values.clone()
-    model(torch.ones(1, 3))
-    assert torch.equal(model[0].weight, values.to(narrow)) and model[0].weight.dtype is narrow
-    assert torch.equal(model.state_dict()["0.weight"], values)
-    mpinit.undo(model)
-    assert torch.equal(model[0].weight, values) and "data" not in vars(nn.Parameter)
-
-
-@pytest.mark.parametrize("level", ["O3", "O5"])
-def test_float32_data_is_refused_in_a_process_group_by_name(level: str) -> None:
-    model = nn.Linear(3, 2)
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    before = model.weight.data
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model.weight.data = torch.ones(2, 3)
-        with pytest.raises(RuntimeError, match=r"data of 'weight' was replaced by a tensor of torch.float32"):
-            model(torch.ones(1, 3))
-        model.weight.data = before
-        model(torch.ones(1, 3))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_data_of_a_weight_that_only_multiplies_gets_its_dtype_back() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((x * self.scale).dtype)
-            return x * self.scale
-
-    seen: list[torch.dtype] = []
-    model = Scaled()
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3")
-    for _ in range(2):
-        model(torch.ones(1, 3))
-        model.scale.data = torch.full((3,), 1.5)  # torch would promote the product to float32
-    assert seen == [torch.float16] * 2
 
 
 def test_parameter_with_the_id_of_a_freed_one_is_stepped_by_another_optimizer() -> None:

@@ -120,38 +120,6 @@ PARTIAL: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("kind", PARTIAL)
-def test_writes_to_a_state_dict_are_applied(kind: str, trains: bool) -> None:
-    """Run the loop that loads matching entries: ``own = model.state_dict(); own[name].copy_(value)``."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].requires_grad_(False)
-    model.register_buffer("table", torch.randn(4))
-    optimizers = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
-    mpinit.initialize(model, optimizers, **PARTIAL[kind])
-    loaded = noise(model)
-    if kind == "O3" and trains:  # what is trained has 16 bits there and no more
-        loaded = {name: value.half().float() for name, value in loaded.items()}
-
-    def load() -> None:
-        own = model.state_dict()
-        for name, value in loaded.items():
-            own[name].copy_(value)
-
-    x = torch.ones(1, 4)
-    load()
-    output = model(x)
-    assert equal_tensors(dict(model.state_dict()), loaded)
-    copied = {name: value.clone() for name, value in loaded.items()}
-    model.load_state_dict(copied)
-    assert torch.equal(model(x), output)
-    load()
-    other = {name: torch.zeros_like(value) for name, value in loaded.items()}
-    model.load_state_dict(other)
-    model(x)
-    assert equal_tensors(dict(model.state_dict()), other), "what is loaded later counts"
-
-
 class Scaled(nn.Module):
     """Saves its weight transposed and scaled, and under another name as well."""
 
@@ -194,18 +162,6 @@ def master_of(model: nn.Module, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_what_a_module_saves_in_its_own_way_is_float32(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Scaled())
-    stepped(kind, model)
-    weight = model[1].weight.detach()
-    for state in (model.state_dict(), model[1].state_dict(prefix="1.")):
-        assert state["1.scaled"].dtype is state["1.row"].dtype is torch.float32
-        assert torch.equal(state["1.scaled"], (weight * 3).t().float())
-        assert "1.weight" not in state
-    assert torch.equal(state["1.row"], master_of(model, "1.weight")[1]), "of a view of a weight it is the master's"
-
-
-@pytest.mark.parametrize("kind", MASTERS)
 def test_a_module_that_loads_in_its_own_way_writes_to_its_weight(kind: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Scaled())
     optimizer = stepped(kind, model)
@@ -219,25 +175,6 @@ def test_a_module_that_loads_in_its_own_way_writes_to_its_weight(kind: str) -> N
 
 def double(layer: nn.Module) -> None:
     layer.weight.detach().mul_(2)
-
-
-@pytest.mark.parametrize("name", ["head.weight", "stem.other", "absent"])
-@pytest.mark.parametrize("is_stale", [False, True])
-@pytest.mark.parametrize("kind", MASTERS)
-def test_written_entry_may_be_loaded_under_any_name(kind: str, is_stale: bool, name: str) -> None:
-    """Write to an entry and load it: the write changes the entry's own weight, unless that has moved since."""
-    case, model, optimizer = trained(kind)
-    model.stem = nn.Module()
-    model.stem.other = nn.Parameter(torch.zeros_like(model.head.weight))
-    entry = model.state_dict()["head.weight"]
-    if is_stale:
-        train(model, optimizer, case.batches(1), case.loss)
-    moved = model.state_dict()["head.weight"].clone()
-    entry.fill_(0.1)
-    model.load_state_dict({name: entry}, strict=False)
-    found = model.state_dict()
-    assert torch.equal(found["head.weight"], moved if is_stale and name != "head.weight" else entry)
-    assert name != "stem.other" or bool((found[name] == torch.tensor(0.1, dtype=found[name].dtype)).all())
 
 
 class DoubledOnLoad(nn.Linear):
@@ -314,19 +251,6 @@ def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str
     assert torch.equal(whole[name], master_of(model, name))
     assert not late._state_dict_hooks
     assert not late._load_state_dict_pre_hooks
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_process_that_has_no_hooks_yet_saves_the_masters_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    # A hook of the user's sees the masters' bits.
-    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(twice=saved["0.weight"] * 2))
-    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(same=m[0].weight.detach()))
-    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
-    stepped(kind, model)
-    state = model.state_dict()
-    assert torch.equal(state["same"], master := master_of(model, "0.weight"))
-    assert torch.equal(state["twice"], master * 2)
 
 
 @pytest.mark.parametrize("kind", MASTERS)

@@ -59,7 +59,7 @@ def test_what_was_frozen_when_initialize_ran_gets_a_master_once_it_trains(given:
 
 
 def adapted() -> Any:
-    """A 16-bit base with adapters in float32 and in the other 16-bit type, as parameter-efficient tuning has them."""
+    """A 16-bit base with adapters in float32, as parameter-efficient tuning has them."""
     torch.manual_seed(0)
     low_rank = {"down": nn.Linear(6, 2, bias=False), "up": nn.Linear(2, 3, bias=False)}
     parts = {"base": nn.Linear(6, 3), **low_rank, "shift": nn.Parameter(torch.zeros(3))}
@@ -74,9 +74,7 @@ def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
     model, reference, data = adapted(), adapted(), loops.batches(5)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
     mpinit.initialize(model, optimizer, keep_fp32=["down", "up"], **loops.keywords("O2"))
-    model.shift.data = model.shift.data.bfloat16()
-    dtypes = [p.dtype for p in (model.base.weight, model.down.weight, model.shift)]
-    assert dtypes == [torch.float16, torch.float32, torch.bfloat16]
+    assert [p.dtype for p in (model.base.weight, model.down.weight)] == [torch.float16, torch.float32]
     loops.train(model, optimizer, data)
     loops.train_plainly(reference, plain, data)
     loops.close(model.state_dict().values(), reference.parameters(), 0.02)

@@ -52,7 +52,13 @@ def with_mpinit(network: str, optimizer: str, level: str, dtype: torch.dtype, **
     return losses, state
 
 
-def by_hand(case: Case, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, masters: bool) -> Trained:
+def by_hand(
+    case: Case,
+    make: Callable[..., torch.optim.Optimizer],
+    dtype: torch.dtype,
+    masters: bool,
+    grad_dtype: torch.dtype | None = None,
+) -> Trained:
     """O2 (with masters) or O3 (without) the way one writes it without a library."""
     model = case.build()
     stand_ins = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -61,9 +67,9 @@ def by_hand(case: Case, make: Callable[..., torch.optim.Optimizer], dtype: torch
         pairs = [(p, nn.Parameter(stand_ins[name]) if p.dtype == dtype else p) for name, p in model.named_parameters()]
     else:
         pairs = [(p, p) for p in model.parameters()]
-    for weight, master in pairs:
-        # A weight used several times (each of an LSTM's steps) adds its gradients up; masters want that in float32.
-        weight.grad_dtype = master.dtype
+    for weight, _ in pairs:
+        # A weight used several times (each of an LSTM's steps) adds its gradients up, in its own dtype by default.
+        weight.grad_dtype = grad_dtype if masters else weight.dtype
     optimizer = make([master for _, master in pairs])
     scale = 2.0**16 if masters and dtype is torch.float16 else 1.0
     losses = []
@@ -78,7 +84,7 @@ def by_hand(case: Case, make: Callable[..., torch.optim.Optimizer], dtype: torch
             continue
         if masters:
             for weight, master in pairs:
-                master.grad = weight.grad / scale
+                master.grad = weight.grad.float() / scale
         optimizer.step()
         with torch.no_grad():
             for weight, master in pairs:
@@ -126,6 +132,14 @@ def test_with_and_without_masters_it_is_a_loop_by_hand(level: str, network: str,
     assert all(torch.equal(value.nan_to_num(), expected_state[name].nan_to_num()) for name, value in state.items())
     if level == "O2":
         assert losses == pytest.approx(in_float32(network, optimizer)[0], abs=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_gradients_that_are_asked_for_add_up_within_a_graph(dtype: str) -> None:
+    losses, state = with_mpinit("lstm", "adam", "O2", DTYPES[dtype], grad_dtype=torch.float32)
+    expected, masters = by_hand(CASES["lstm"], OPTIMIZERS["adam"], DTYPES[dtype], True, torch.float32)
+    assert losses == expected
+    assert equal_tensors(state, masters)
 
 
 @pytest.mark.parametrize("network", NETWORKS)

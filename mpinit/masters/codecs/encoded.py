@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
-from ..float_split import flat
+from ...torch_internals.bulk import flat
 from .codec import BLOCK, Codec, Codes, in_rows
 
 _NO_MEMORY: Final = (
