@@ -154,7 +154,8 @@ class Gradients:
         if done is not None:
             done.update(zip(map(id, fresh), fresh, strict=True))
         if not is_checked:
-            unscale_(fresh, inverse)
+            # Not by unscale_, which moves their versions: of two optimizers of a weight, the second sees a write then.
+            unscale_and_check_(fresh, inverse)
             return None
         found_inf = unscale_and_check_(fresh, inverse)
         if both:

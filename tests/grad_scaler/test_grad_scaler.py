@@ -326,7 +326,7 @@ def test_kept_gradient_of_a_weight_with_two_optimizers_is_scaled_once(masters: b
     """Clear nothing between three iterations: the gradient is the sum of three."""
     model = nn.Linear(2, 1, bias=False)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
-    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0, skip_nonfinite=True)
+    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0)
     scaler = mpinit.GradScaler(optimizers[0])
     for count in (1.0, 2.0, 3.0):
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()

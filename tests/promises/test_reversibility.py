@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from undo_snapshots import KINDS, Snapshot, end_dropped_sessions, rounds, set_up
 
 import mpinit
+from mpinit.initialization import start
 
 pytestmark = pytest.mark.device
 
@@ -71,7 +72,10 @@ def test_two_sessions_are_undone_in_any_order(one: str, two: str, first_out: int
     pairs = [set_up("cnn"), set_up("transformer")]
     before = [Snapshot(*pair) for pair in pairs]
     for (model, optimizer), kind in zip(pairs, (one, two), strict=True):
-        mpinit.initialize(model, optimizer, **KINDS[kind])
+        if kind == "O1 apex policy":
+            start(model, optimizer, "O1", {}, cast_policy="apex")
+        else:
+            mpinit.initialize(model, optimizer, **KINDS[kind])
     for (model, optimizer), network in zip(pairs, ("cnn", "transformer"), strict=True):
         train(model, optimizer, CASES[network].batches(1), CASES[network].loss)
     mpinit.undo(pairs[first_out][0])

@@ -120,7 +120,7 @@ def test_simulated_device_has_the_cpus_bits(kind: str, way: str, sim: torch.devi
     for where in ("cpu", "sim"):
         with simulated_device.poisoned():
             training = Training(kind, way, where).run(2)
-            if training.optimizer.param_groups and KINDS[kind].get("loss_scale") == "dynamic":
+            if training.optimizer.param_groups and isinstance(KINDS[kind].get("loss_scale"), mpinit.DynamicLossScale):
                 training.step(images(1, where)[0], float("inf"))
             training.run(2, skip=2)
             numbers, saved = training.numbers(), [v.cpu() for v in _tensors(training.optimizer.state_dict())]
@@ -146,7 +146,7 @@ def test_a_good_step_copies_nothing_and_reads_one_number_at_most(kind: str, way:
     batch = images(1)[0]
     with simulated_device.counted() as found:
         training.step(batch)
-    scales = KINDS[kind].get("loss_scale") == "dynamic"
+    scales = isinstance(KINDS[kind].get("loss_scale"), mpinit.DynamicLossScale)
     reads = [name for name in found.names if name.startswith("read")]
     assert reads == (["read item"] if scales and way != "fused" else [])
     assert (found.copies, mpinit.step_counts(training.optimizer)) == (0, (4, 0))
