@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from .. import amp, registry
 from ..basics.trees import tensors_in
+from ..config.plan import CastPolicy
+from ..initialization import start
 from ..model.forward import unpatch_copy
 from ..session import Session
 from ..torch_internals.native_autocast import device_types
@@ -101,11 +103,17 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any]) -> Optimi
 
 
 @contextmanager
-def at_level(models: list[nn.Module], optimizers: list[Optimizer], level: Any, **keywords: Any) -> Iterator[None]:
+def at_level(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    level: Any,
+    keywords: Mapping[str, Any] | None = None,
+    cast_policy: CastPolicy = "torch",
+) -> Iterator[None]:
     """Initialise copies of models and their optimizers inside the block, without warnings and log lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        amp.initialize(models, optimizers, level, **{**keywords, "verbosity": 0})
+        start(models, optimizers, level, {**(keywords or {}), "verbosity": 0}, cast_policy=cast_policy)
     try:
         yield
     finally:
@@ -124,13 +132,15 @@ def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Ite
     optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
     models = [copies[each] for each in session.models if each in copies]
     properties = session.properties
-    keywords = {name: getattr(properties, name) for name in properties.model_fields_set}
+    # None would be the level's value.
+    keywords = {
+        name: "None" if value is None else value for name, value in properties if name in properties.model_fields_set
+    }
     names = [name for each in models for name, _ in (*each.named_modules(), *each.named_parameters())]
     # Patterns for another model of the session match nothing here.
-    keywords["keep_fp32"] = [
-        kept for kept in properties.keep_fp32 if not isinstance(kept, str) or fnmatch.filter(names, kept)
-    ]
-    with at_level(models, optimizers, session.opt_level, **keywords):
+    for keyword, entries in (("keep_fp32", properties.keep_fp32), ("compute_fp32", properties.compute_fp32)):
+        keywords[keyword] = [kept for kept in entries if not isinstance(kept, str) or fnmatch.filter(names, kept)]
+    with at_level(models, optimizers, session.opt_level, keywords, session.plan.cast_policy):
         yield
 
 

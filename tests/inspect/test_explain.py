@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpinit
 from mpinit import OPT_LEVELS
+from mpinit.compat.apex import amp as face
 from mpinit.torch_internals.operations import OperationsSeen
 
 NETWORKS = ["cnn", "lstm", "transformer"]
@@ -147,6 +148,16 @@ def test_modules_kept_in_float32_say_so() -> None:
     assert report.flagged == ()
     mpinit.undo(model)
     assert [row.module for row in mpinit.explain(model, torch.randn(2, 4), opt_level="O2").flagged] == ["1"]
+
+
+def test_what_runs_is_a_copy_with_the_sessions_properties() -> None:
+    model, apexs = nn.Linear(4, 4), Parts(lambda self, x: F.gelu(self.inner(x)), inner=nn.Linear(4, 4))
+    mpinit.initialize(model, opt_level="O2", cast_model_type=False, master_weights=False)
+    assert {row.outputs for row in mpinit.explain(model, torch.randn(2, 4)).rows} == {("float32",)}
+    mpinit.undo(model)
+    face.initialize(apexs, opt_level="O1")
+    outputs = {row.op: row.outputs for row in mpinit.explain(apexs, torch.randn(2, 4)).rows}
+    assert outputs["gelu"] == ("float32",), "which apex runs in float32, and torch in 16 bits"
 
 
 @pytest.mark.parametrize("wrapper", [None, nn.DataParallel, torch.compile])
