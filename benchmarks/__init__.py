@@ -1,1 +1,1 @@
-"""The benchmark suite: workloads x contenders, each in fresh processes that take turns; see benchmarks/README.md."""
+"""Time, memory and launches of training with mpinit, with torch.amp and with loops written by hand."""

@@ -1,47 +1,27 @@
-# Benchmarks; included by the top Makefile. Figures go to benchmarks/results/<machine>/.
+# Benchmarks; included by the top Makefile. Figures go to benchmarks/results/cpu/ and benchmarks/results/cuda/.
 #
-# A stopped run continues: a workload with results of the present sources is not measured again, unless
-# BENCH_ARGS=--fresh. bench-gpu uses .venv if there is one, otherwise the machine's own python3. It installs nothing:
-# pyperf, matplotlib and tqdm have to be installed.
+# bench-gpu uses .venv if there is one, otherwise the machine's own python3, and installs nothing.
 
-BENCH_PY := $(if $(VENV),$(VENV),.venv)/bin/python
-BENCH_GPU_PY := $(if $(wildcard $(BENCH_PY)),$(BENCH_PY),python3)
+# One thread, one arena, and no memory returned to the system: otherwise the allocator changes times by up to 2x.
+BENCH_ENV := OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=-1 \
+	TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONPATH=.
+BENCH_GPU_PY := $(if $(wildcard $(PY)),$(PY),python3)
 BENCH_ARGS ?=
 
-.PHONY: bench bench-loops bench-gpu bench-quick bench-native bench-tables bench-peers bench-states
+.PHONY: bench bench-gpu bench-quick bench-tables
 
-# Builds mpinit's native code for the CPU first, as `mpinit build-native` does.
 bench: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run $(BENCH_ARGS)
-	$(BENCH_PY) -m benchmarks tables
-
-# Loops with clipping, schedulers, averages and so on, beside the same loops written by hand.
-bench-loops: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run --targets bench-loops $(BENCH_ARGS)
-	$(BENCH_PY) -m benchmarks tables
+	$(BENCH_ENV) $(PY) -m benchmarks run $(BENCH_ARGS)
+	$(PY) -m benchmarks tables
 
 bench-gpu:
-	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks run --device cuda $(BENCH_ARGS)
-	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks tables
+	$(BENCH_ENV) $(BENCH_GPU_PY) -m benchmarks run --device cuda $(BENCH_ARGS)
+	PYTHONPATH=. $(BENCH_GPU_PY) -m benchmarks tables
 
-# Tiny sizes, to test that everything runs.
 bench-quick: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run --quick --fresh --targets bench bench-loops $(BENCH_ARGS)
+	$(BENCH_ENV) $(PY) -m benchmarks run --quick --rounds 2 --out runs/bench $(BENCH_ARGS)
 
-# Steps with and without native code, for docs/how-to/memory.md.
-bench-native: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run --targets bench-native $(BENCH_ARGS)
-
-# Every table and picture of README and the documentation, from the committed results. Two are measured again, in
-# seconds.
+# Every table of README and the pages, from the committed results.
 bench-tables: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks tables
-	$(BENCH_PY) docs/figures.py
-
-# Other packages' optimizers; `make bench` measures those that are installed.
-bench-peers: $(VENV)/.bench
-	$(BENCH_PY) -m pip install --quiet --disable-pip-version-check torch-optimi torchao bitsandbytes "$(TORCH)"
-
-# Final loss with encoded optimizer states.
-bench-states: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks.states $(BENCH_ARGS)
+	$(PY) -m benchmarks tables
+	$(PY) docs/masters_figure.py

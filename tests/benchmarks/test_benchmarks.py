@@ -1,10 +1,9 @@
-"""The benchmark suite runs: every contender trains every task at tiny sizes, and one whole run of the protocol."""
+"""The benchmarks: ways train, the loop by hand is like mpinit, processes take turns, tables show the files."""
 
-import math
+import json
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,141 +12,85 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import mpinit  # noqa: E402
-from benchmarks import pieces, tables  # noqa: E402
-from benchmarks.case import Unavailable  # noqa: E402
-from benchmarks.growth import AXES, Growth  # noqa: E402
-from benchmarks.peers import Peer  # noqa: E402
-from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, announcement, run_with  # noqa: E402
-from benchmarks.roster import ROSTER  # noqa: E402
-from benchmarks.suite import workloads  # noqa: E402
-from benchmarks.tasks import TASKS  # noqa: E402
-from benchmarks.training import Training  # noqa: E402
-from benchmarks.with_mpinit import Mpinit  # noqa: E402
-
-# Peers are others' to test, and what compiles takes too long to build here.
-FAST = [name for name in ROSTER if name not in ("optimi", "torchao", "bitsandbytes", "flashoptim")]
-CPU = torch.device("cpu")
+from benchmarks import measure, tables  # noqa: E402
+from benchmarks.cases import QUICK, Iterations, bytes_by_kind, make_task, workloads  # noqa: E402
+from benchmarks.ways import EXTRAS, WAYS, Float32, build  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Interpreters]:
-    """One for all tests: it imports torch."""
-    with Interpreters(()) as started:
-        yield started
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_trains(name: str) -> None:
+    way = build(name, make_task(QUICK, "cpu"))
+    inputs, target = way.task.batches[0]
+    way.task.batches[:] = [(inputs, target)]
+    before = way.loss(inputs, target).item()
+    for _ in range(20):
+        way.iterate()
+    assert way.loss(inputs, target).item() < 0.9 * before
 
 
-def quick(task: str, contender: str) -> Training:
-    return Training(task, contender, TASKS[task].sizes["quick"], "cpu")
+@pytest.mark.parametrize(("by_hand", "ours"), [("hand_bf16", "o5"), ("hand_fp16", "o2")])
+@pytest.mark.parametrize("extra", ["", *(extra for extra in EXTRAS if "_" not in extra)])
+def test_loop_by_hand_does_what_mpinit_does(by_hand: str, ours: str, extra: str) -> None:
+    if extra == "accumulation" and ours == "o5":
+        pytest.skip("mpinit rounds the first pass to bfloat16 only where nothing is scaled")
+    suffix = f"+{extra}" if extra else ""
+    found = {}
+    for name in (by_hand, ours):
+        way = build(f"{name}{suffix}", make_task(QUICK, "cpu"))
+        for _ in range(3):
+            way.iterate()
+        found[name] = [weight.detach().float() for weight in way.model.parameters()]
+    torch.testing.assert_close(found[by_hand], found[ours], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("task", TASKS)
-def test_every_contender_trains_every_task(task: str) -> None:
-    losses: dict[str, float] = {}
-    for name in FAST:
-        case = quick(task, name)
-        case.warm_up = 2
-        try:
-            case.prepare()
-            losses[name] = case.loss.item()
-            assert case.seconds(1) > 0
-        except Unavailable:
-            continue
-        except RuntimeError as error:
-            # torch.amp's own 16-bit LSTM has no kernel on CPUs without 16-bit instructions.
-            assert task == "lstm" and name in ("amp_fp16", "amp_bf16") and "primitive" in str(error), error
-            continue
-        finally:
-            if hasattr(case, "contender") and isinstance(case.contender, Mpinit):
-                mpinit.undo(case.contender.model)
-    # In 16 bit, skipped and rounded steps included, a few steps leave the loss near float32's; O3 makes no promise.
-    trusted = {name: loss for name, loss in losses.items() if not name.startswith("o3")}
-    assert len(trusted) >= 8
-    assert all(math.isclose(loss, losses["fp32"], rel_tol=0.35) for loss in trusted.values()), trusted
-    assert losses["o0"] == losses["fp32"] == losses["fp32_again"]
-
-
-def test_contender_without_a_part_is_reported() -> None:
-    for task, name, why in (("launch", "tf32", "CUDA"), ("bandwidth", "amp_bf16", "network")):
-        with pytest.raises(Unavailable, match=why):
-            quick(task, name).prepare()
-    task = TASKS["wide"].build(TASKS["wide"].sizes["quick"], CPU)
-    with pytest.raises(Unavailable, match="no_such_package"):
-        Peer(task, "no_such_package", lambda module, rule, params: torch.optim.SGD(params))
-
-
-@pytest.mark.parametrize("name", pieces.PIECES)
-def test_every_piece_of_a_step_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "has_native_code", lambda: True)
-    case = pieces.Piece(name, 64)
-    case.prepare()
-    assert case.seconds(2) > 0 and case.facts(first=True) == {"numbers": pieces.TENSORS * 64**2}
-    monkeypatch.setattr(pieces, "has_native_code", lambda: False)
-    if case.work.is_native:
-        with pytest.raises(Unavailable, match="mpinit build-native"):
-            case.prepare()
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_growth_is_measured_at_every_point(axis: str) -> None:
-    for point in AXES[axis].points["quick"]:
-        case = Growth(axis, point, "cpu")
-        case.prepare()
-        assert case.seconds(2) > 0
-        facts = case.facts(first=True)
-        assert float(facts["initialize_s"]) > 0 and facts["point"] == point
-        # Every step updated every weight: nothing was skipped, nothing left out.
-        assert all(part.optimizer.state[p]["step"] >= 3 for part in case.parts for p in part.optimizer.state)
-        for models, _ in case.kept:
-            mpinit.undo(models)
-    assert int(facts["tensors"]) == {"parameters": 16, "tensors": 100, "modules": 99, "optimizers": 10}.get(axis, 2)
+@pytest.mark.parametrize(
+    "name", [name for name, row in workloads().items() if getattr(row.case, "func", None) is Iterations]
+)
+def test_names_of_a_workload_are_ways_and_extras(name: str) -> None:
+    for way, _, extra in (each.partition("+") for each in workloads()[name].names):
+        assert way in WAYS and extra in {"", *EXTRAS}
 
 
 @pytest.mark.long
-def test_run_writes_results_and_resumes_from_them(tmp_path: Path, interpreters: Interpreters) -> None:
-    effort = Effort("quick", rounds=1, most_rounds=1, turns=3, limit_s=0.01)
-    words = (interpreters, effort, "cpu", tmp_path, ["o1_linear"], ["o1_bf16"])
-    run_with(*words)
-    (path,) = tmp_path.glob("*.json")
-    written = path.read_bytes()
-    results = tables.load(tmp_path, "quick")["o1_linear"]
-    measured = {name for name in results.workload.contenders if results.rounds(name)}
-    assert measured == {"fp32", "fp32_again", "o1_bf16"}
-    assert results.common["torch"] == torch.__version__ and results.common["mpinit"] == mpinit.__version__
-    assert not any(str(ROOT) in str(value) for value in results.common.values())
-    assert "o1_linear" in tables.summary(tmp_path, "quick")
-    run_with(*words)
-    assert path.read_bytes() == written, "a finished workload was measured again"
-    path.write_bytes(written.replace(str(results.common["source"]).encode(), b"of other sources"))
-    run_with(*words)
-    assert b"of other sources" not in path.read_bytes()
-    # Stopped after its first round of two, it goes on with the second.
-    path.write_bytes(written.replace(b'"finished":"yes"', b'"finished":"no"'))
-    run_with(interpreters, replace(effort, rounds=2, most_rounds=2), *words[2:])
-    again = tables.load(tmp_path, "quick")["o1_linear"]
-    assert again.rounds("fp32")[0] == results.rounds("fp32")[0] and set(again.rounds("fp32")) == {0, 1}
+def test_a_run_writes_a_file_that_the_tables_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "is_quiet", lambda result: True)
+    measure.run(["launch_bf16", "memory", "import"], "cpu", rounds=2, quick=True, folder=tmp_path / "cpu")
+    result = json.loads((tmp_path / "cpu/launch_bf16.json").read_text())
+    assert {len(turns) for rounds in result["seconds"].values() for turns in rounds} == {2}
+    assert "| O5 |" in tables.iterations("cpu", ["launch_bf16"]) and "mpinit O5" in tables.memory("cpu")
+    assert "import mpinit" in tables.setting_up("cpu") and tables.loops("cpu") == ""
 
 
-@pytest.mark.long
-def test_failing_contender_is_a_result_with_its_reason(interpreters: Interpreters) -> None:
-    start = {"workload": "o1_linear", "size": "quick", "device": "cpu", "patience_s": 60.0}
-    unheard = interpreters.ask(0, ["fp32_again"], start={**start, "workload": "unheard of"})["fp32_again"]
-    late = interpreters.ask(0, ["fp32"], start={**start, "patience_s": 1e-4})["fp32"]
-    ready = interpreters.ask(0, ["unknown", "fp32"], at_once=2, start=start)
-    turn = interpreters.ask(0, ["fp32"], turn=2, untimed=1)["fp32"]
-    facts = interpreters.ask(0, ["fp32"], first=True)["fp32"]["facts"]
-    assert "KeyError" in unheard["failed"] and "no answer within" in late["failed"]
-    assert "KeyError" in ready["unknown"]["failed"] and ready["fp32"]["once"] > 0
-    assert turn["seconds"] > 0 and facts["parameters"] == 4 * (32 * 32 + 32)
+def test_a_ratio_compares_turns_and_a_control_decides() -> None:
+    result: dict[str, Any] = {"seconds": {"fp32": [[1.0, 2.0, 1.0]] * 3, "fp32_again": [[1.0, 2.0, 1.1]] * 3}}
+    result["seconds"]["o5"] = [[2.0, 4.0, 3.0], [1.0, 2.0, 1.0], [3.0, 6.0, 3.0]]
+    assert measure.ratio(result, "o5", "fp32") == (2.0, 1.0, 3.0)
+    assert measure.control_of(result) == ("fp32_again", "fp32") and measure.is_quiet(result)
+    result["seconds"]["fp32_again"] = [[1.1, 2.2, 1.1]] * 3
+    assert not measure.is_quiet(result)
 
 
-def test_make_bench_has_less_than_25_minutes_on_a_cpu_and_prints_them() -> None:
-    rows = {name: row for name, row in workloads("full").items() if "cpu" in row.devices and row.target == "bench"}
-    assert STARTING_MINUTES + sum(row.minutes for row in rows.values()) < 25
-    text = announcement(rows, {name: row.contenders for name, row in rows.items()}, FULL)
-    assert text.startswith(f"{len(rows)} workloads, at most about 2")
-    assert all(f"\n  {name} " in text and row.title in text for name, row in rows.items())
-    # Of half the contenders, in half the time.
-    few = {name: row.contenders[: len(row.contenders) // 2] for name, row in rows.items()}
-    assert announcement(rows, few, FULL).startswith(f"{len(rows)} workloads, at most about 1")
-    assert announcement({}, {}, FULL) == "nothing is left to measure"
+def test_bytes_by_kind_are_what_arithmetic_says() -> None:
+    way = Float32(make_task(QUICK, "cpu"))
+    way.iterate()
+    inputs, target = way.task.batches[0]
+    way.backward(way.loss(inputs, target))
+    numbers = sum(parameter.numel() for parameter in way.model.parameters())
+    found = bytes_by_kind(way.task, way.model, way.optimizer)
+    steps = 4 * len(way.optimizer.state)
+    assert (found["weights"], found["gradients"], found["states"]) == (4 * numbers, 4 * numbers, 8 * numbers + steps)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in tables.PAGES if tables.MARKED.search(page.read_text("utf-8"))], ids=str
+)
+def test_tables_are_those_of_the_committed_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tables.replaced(text) == text, "run: make bench-tables"
+
+
+def test_mpinit_is_undone() -> None:
+    way = build("o5", make_task(QUICK, "cpu"))
+    mpinit.undo(way.model)
+    assert next(way.model.parameters()).dtype is torch.float32

@@ -140,7 +140,7 @@ def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> No
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert text in output
     # The tables of the documentation are made of what it writes.
-    made = tables.finetuned(tmp_path / "result.json")
+    made = tables.finetuned_from(tmp_path / "result.json")
     assert re.sub(r"[ -]", "", made) == re.sub(r"[ -]", "", text.strip())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

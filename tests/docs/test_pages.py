@@ -197,46 +197,8 @@ def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
     assert not set(named) - {name for line in re.findall(r"^[\w -]+(?=:)", makefiles, re.M) for name in line.split()}
 
 
-needs("sklearn")
-
-
-@pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
-    return runpy.run_path(str(DOCS / "figures.py"))
-
-
-def test_page_shows_the_counted_exponents(figures: dict[str, Any], tmp_path: Path) -> None:
-    page = TEXTS[DOCS / "explanation" / "loss-scaling.md"]
-    shown = re.search(r"begin -->\n\n```text\n(.*?)\n```\n\n<!-- figures", page, re.S)
-    assert shown is not None
-    found = figures["gradients"](steps=2)
-    # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
-    assert re.sub(r"[\d.,]+(e\+\d+)?", "N", figures["description_of"](found)) == re.sub(
-        r"[\d.,]+(e\+\d+)?", "N", shown[1]
-    )
-    assert f"{found.numel():,} gradients" in shown[1]
-    stamps, committed, picture = figures["stamps"], DOCS / "_static" / "gradients.png", tmp_path / "gradients.png"
-    assert stamps.read(committed) == stamps.of_text(shown[1]), "the picture is of another run: make bench-tables"
-    figures["draw"](found, picture)
-    assert stamps.read(picture) == stamps.of_text(figures["description_of"](found))
-
-
-def test_the_picture_of_masters_is_as_new_as_its_data(figures: dict[str, Any]) -> None:
-    measured = (DOCS / "measured" / "masters.json").read_text(encoding="utf-8")
-    stamps = figures["stamps"]
-    assert stamps.read(DOCS / "_static" / "masters.png") == stamps.of_text(measured), "run: make bench-tables"
-
-
-FIGURES = {
-    "levels": DOCS / "explanation/levels.md",
-    "audited": DOCS / "how-to/see-precision.md",
-    "served": DOCS / "explanation/training-and-serving.md",
-    "skipping": DOCS / "explanation/loss-scaling.md",
-    "worth": DOCS / "explanation/masters.md",
-    "worth_in_short": README,
-}
-
-
-@pytest.mark.parametrize("made", FIGURES)
-def test_tables_of_what_was_measured_are_those_of_the_files(made: str, figures: dict[str, Any]) -> None:
-    assert figures[made]().strip() in TEXTS[FIGURES[made]], "run: python docs/figures.py"
+@pytest.mark.parametrize("page", ["README.md", "docs/explanation/masters.md"])
+def test_the_table_of_masters_is_that_of_the_file(page: str) -> None:
+    made = runpy.run_path(str(DOCS / "masters_figure.py"))
+    shown = made["worth_in_short" if page == "README.md" else "worth"]().strip()
+    assert shown in TEXTS[ROOT / page], "run: python docs/masters_figure.py"

@@ -1,0 +1,303 @@
+"""What is measured: a case runs in a process of its own, and answers with seconds, or with counts."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+import mpinit
+
+from .ways import WAYS, Task, build, live_tensors
+
+LAUNCH: Final = {"layers": 40, "width": 32, "norms": True}
+WEIGHTS: Final = {"layers": 40, "width": 640, "norms": False}
+QUICK: Final = {"layers": 3, "width": 8, "norms": True}
+BATCH: Final = 4
+
+
+def make_task(size: dict[str, Any], device: str, form: str = "fused") -> Task:
+    """Make a network of linear layers with ReLU between, and LayerNorm where ``norms`` is set."""
+    torch.manual_seed(0)
+    width = size["width"]
+    parts: list[nn.Module] = []
+    for _ in range(size["layers"]):
+        parts += [nn.Linear(width, width), *([nn.LayerNorm(width)] if size["norms"] else []), nn.ReLU()]
+    batches = [(torch.randn(BATCH, width, device=device), torch.randn(BATCH, width, device=device)) for _ in range(4)]
+    return Task(nn.Sequential(*parts).to(device), batches, form)
+
+
+def timed(function: Any, count: int, device: str) -> float:
+    """Return the seconds of a call: CPU time of this thread, and on CUDA wall time until the device is done."""
+    # torch's own timer synchronises an accelerator.
+    timer = {} if device == "cuda" else {"timer": time.process_time}
+    return Timer("function()", globals={"function": function}, **timer).timeit(count).mean
+
+
+class Iterations:
+    """Whole iterations of a way."""
+
+    def __init__(self, name: str, device: str, size: dict[str, Any], compiled: bool = False) -> None:
+        self.device, self.compiled = device, compiled
+        self.way = build(name, make_task(size, device), compiled)
+        for _ in range(6 if compiled else 4):
+            self.way.iterate()
+
+    def seconds(self, count: int) -> float:
+        return timed(self.way.iterate, count, self.device)
+
+    def facts(self) -> dict[str, Any]:
+        if not self.compiled:
+            return {}
+        from torch._dynamo.utils import counters
+
+        return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+class Initialize:
+    """``initialize`` of 1,000 modules, with a new model each time."""
+
+    LEVELS: Final = {
+        "O1": {"opt_level": "O1"},
+        "O2": {"opt_level": "O2"},
+        "O2 again": {"opt_level": "O2"},
+        "O5, split": {"opt_level": "O5", "master_weights": "split"},
+        'O5, "model"': {"opt_level": "O5", "master_weights": "model"},
+    }
+
+    def __init__(self, name: str, device: str, modules: int) -> None:
+        self.keywords, self.device, self.modules = self.LEVELS[name], device, modules
+        self.seconds(1)
+
+    def seconds(self, count: int) -> float:
+        total = 0.0
+        for _ in range(count):
+            model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(self.modules - 1)))
+            optimizer = torch.optim.AdamW(model.parameters())
+            gc.collect()  # so that the collector does not run while the clock does
+            begin = time.process_time()
+            mpinit.initialize(model, optimizer, **self.keywords)  # type: ignore[call-overload]
+            total += time.process_time() - begin
+            mpinit.undo(model)
+        return total / count
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Import:
+    """``import mpinit`` after ``import torch``, in a new interpreter each time."""
+
+    CODE: Final = "import time, torch; begin = time.process_time(); import mpinit; print(time.process_time() - begin)"
+
+    def __init__(self, name: str, device: str) -> None:
+        self.seconds(1)  # writes bytecode
+
+    def seconds(self, count: int) -> float:
+        command = [sys.executable, "-c", self.CODE]
+        return sum(float(subprocess.check_output(command, text=True)) for _ in range(count)) / count
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Memory:
+    """Bytes by kind between backward and step, and the peak of whole iterations."""
+
+    def __init__(self, name: str, device: str, size: dict[str, Any]) -> None:
+        # Freed blocks of 64 KiB and more are returned to the system at once, or they would count.
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        for option, value in ((-3, 1 << 16), (-4, 1 << 20), (-1, 1 << 17), (-2, 0)) if set_option else ():
+            set_option(option, value)
+        # A tiny model first: what imports allocate once is not counted.
+        build(name, make_task(QUICK, device)).iterate()
+        self.device = device
+        before = self._now()
+        self.way = build(name, make_task(size, device))
+        for _ in range(2):
+            self.way.iterate()
+        self.peak = self._peak() - before
+
+    def _now(self) -> int:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return torch.cuda.memory_allocated()
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        return _status("RssAnon")
+
+    def _peak(self) -> int:
+        self._now()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.way.iterate()
+            return torch.cuda.max_memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.way.iterate()
+        return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
+
+    def seconds(self, count: int) -> float:
+        return timed(self.way.iterate, count, self.device)
+
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, int] = {}
+
+        def count() -> None:
+            found.update(bytes_by_kind(self.way.task, self.way.model, self.way.optimizer))
+
+        step, self.way.step = self.way.step, count  # type: ignore[method-assign]
+        self.way.iterate()
+        self.way.step = step  # type: ignore[method-assign]
+        parameters = sum(p.numel() for p in self.way.model.parameters())
+        return {"parameters": parameters, "peak": self.peak, **found}
+
+
+def bytes_by_kind(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Count the bytes of all live tensors, each storage once, for the first kind that has it.
+
+    Masters are what is neither a weight nor a gradient nor a state: full masters, remainders of split ones.
+    """
+    seen: set[int] = set()
+    _count([tensor for batch in task.batches for tensor in batch], seen)
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = _count([*model.parameters(), *model.buffers()], seen)
+    gradients = _count([p.grad for p in [*model.parameters(), *stepped] if p.grad is not None], seen)
+    states = _count([value for state in optimizer.state.values() for value in _tensors(state)], seen)
+    return {"weights": weights, "gradients": gradients, "states": states, "masters": _count(live_tensors(), seen)}
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        # An encoded state has its codes among its attributes.
+        inner = [part for part in vars(value).values() if isinstance(part, Tensor)]
+        return [value, *inner]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
+            continue
+        if size and address not in seen:
+            seen.add(address)
+            total += size
+    return total
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+class Launches:
+    """Operations, host reads and copies of an iteration of all ways, counted on the simulated device of the tests."""
+
+    def __init__(self, name: str, device: str, form: str) -> None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+        import simulated_device
+
+        if why := simulated_device.missing():
+            raise RuntimeError(why)
+        simulated_device.start()
+        self.found = {}
+        size = {"layers": 20, "width": 64, "norms": True}
+        with simulated_device.autocast_list():
+            for way in WAYS:
+                # Only a fused step skips by itself, which the loop by hand relies on in float16.
+                if way not in ("fp32_again", "split_int8") and (form, way) != ("foreach", "hand_fp16"):
+                    made = build(way, make_task(size, "sim", form))
+                    for _ in range(4):
+                        with simulated_device.counted() as counts:
+                            made.iterate()
+                    self.found[way] = {"launches": counts.launches, "reads": counts.reads, "copies": counts.copies}
+
+    def seconds(self, count: int) -> float:
+        return 0.0
+
+    def facts(self) -> dict[str, Any]:
+        return self.found
+
+
+# -- the table of workloads -------------------------------------------------------------------------------------------
+
+_CONTROL: Final = ("fp32", "fp32_again")
+_BF16: Final = ("amp_bf16", "hand_bf16", "o4", "o5", "split", "model")
+_FP16: Final = ("amp_fp16", "hand_fp16", "o1", "o2", "o2_model")
+
+
+def _with(extras: Iterable[str], others: Iterable[str], ours: Iterable[str]) -> tuple[str, ...]:
+    theirs = dict.fromkeys(extra.partition("_")[0] for extra in extras)
+    names = [f"{way}+{extra}" for way in others for extra in theirs]
+    # Split masters yield the 16-bit weights, which nobody averages.
+    names += [f"{way}+{extra}" for way in ours for extra in extras if (way, extra) != ("split", "ema_masters")]
+    return tuple(names)
+
+
+_LOOPS: Final = {
+    "clip": ("clip", "clip_masters", "clip_model"),
+    "accumulation": ("accumulation",),
+    "scheduler": ("scheduler",),
+    "ema": ("ema", "ema_masters"),
+}
+
+
+class Workload:
+    """Ways that are measured together.
+
+    Attributes:
+        case: (name of a way, device) -> the case.
+        timed: whether its ways take turns; otherwise a single process of each answers with counts.
+        devices: where it is measured.
+        start: how its processes start.
+    """
+
+    start = "fork"
+
+    def __init__(self, title: str, names: Iterable[str], case: Any, *, timed: bool = True, only: str = "") -> None:
+        self.title, self.names, self.case, self.timed = title, tuple(names), case, timed
+        self.devices = (only,) if only else ("cpu", "cuda")
+
+
+def workloads(quick: bool = False) -> dict[str, Workload]:
+    """Return all workloads by name; ``quick`` ones are tiny, to try that everything runs."""
+    launch, weights, modules = (QUICK, QUICK, 4) if quick else (LAUNCH, WEIGHTS, 1000)
+    found = {}
+    for key, size, title in (("launch", launch, "launch-bound"), ("weights", weights, "16 M weights")):
+        for dtype, names in (("bf16", _BF16), ("fp16", _FP16)):
+            name = f"{key}_{dtype}"
+            found[name] = Workload(f"{title}, {_dtype(dtype)}", (*_CONTROL, *names), partial(Iterations, size=size))
+    for kind, extras in _LOOPS.items():
+        names = _with(extras, ("hand_bf16", "amp_bf16"), ("o5", "split"))
+        names += _with(extras, ("hand_fp16", "amp_fp16"), ("o2",))
+        found[f"loops_{kind}"] = Workload(kind, (*_CONTROL, *names), partial(Iterations, size=launch))
+    compiled = partial(Iterations, size={"layers": 3, "width": 256, "norms": False}, compiled=True)
+    found["compiled"] = Workload("compiled", (*_CONTROL, "amp_bf16", "o4", "o5", "split"), compiled)
+    found["initialize"] = Workload("initialize", Initialize.LEVELS, partial(Initialize, modules=modules))
+    found["import"] = Workload("import", ("mpinit", "mpinit again"), Import, only="cpu")
+    memory = ("fp32", "amp_fp16", "hand_bf16", "o2", "o5", "split", "split_int8", "model")
+    found["memory"] = Workload("memory", memory, partial(Memory, size=weights), timed=False)
+    for form in ("fused", "foreach"):
+        # Accelerators do not survive a fork: one new interpreter counts all ways.
+        found[f"launches_{form}"] = Workload(form, ("all",), partial(Launches, form=form), timed=False, only="cpu")
+        found[f"launches_{form}"].start = "spawn"
+    return found
+
+
+def _dtype(short: str) -> str:
+    return {"bf16": "bfloat16", "fp16": "float16"}[short]
