@@ -33,7 +33,7 @@ BUCKET = 4 * 2**20
 SIDE = 256
 # 8 bytes per parameter, of a master and its gradient or of two states.
 IN_A_BUCKET = BUCKET // (8 * SIDE**2)
-COUNT = 4 * IN_A_BUCKET
+COUNT = 8 * IN_A_BUCKET
 # What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.
 SPLIT_CHUNK, CHUNKS = 8 * split._PIECE, 4 * 2**20
 SPLIT: dict[str, Any] = {"master_weights": "split"}

@@ -1,7 +1,4 @@
-"""torch's default dtype and device, which scripts that load a large model set, change no number of a training.
-
-Below the public face: native code is switched on and off.
-"""
+"""torch's default dtype and device, which scripts that load a large model set, change no number of a training."""
 
 import ast
 from pathlib import Path
