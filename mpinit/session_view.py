@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from .basics.modules import modules_of
+from .config.plan import CastPolicy
 from .model import forward
 from .optimizer.overflow_log import OverflowReport
 
@@ -60,6 +61,12 @@ class SessionView:
     def scales_losses(self) -> bool:
         """Return whether a loss scale is not always 1."""
         return not all(scaler.is_identity for scaler in self._session.scalers)
+
+    @property
+    def cast_policy(self) -> CastPolicy:
+        """Return whose lists O1 casts by: torch's, or apex's under its old name."""
+        policy: CastPolicy = self._session.plan.cast_policy
+        return policy
 
     def settings(self) -> dict[str, Any]:
         """Return the properties to report: the levels' five, and the dtype of optimizer states if it was chosen."""

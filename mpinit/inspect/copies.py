@@ -140,7 +140,7 @@ def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Ite
     # Patterns for another model of the session match nothing here.
     for keyword, entries in (("keep_fp32", properties.keep_fp32), ("compute_fp32", properties.compute_fp32)):
         keywords[keyword] = [kept for kept in entries if not isinstance(kept, str) or fnmatch.filter(names, kept)]
-    with at_level(models, optimizers, session.opt_level, keywords, session.plan.cast_policy):
+    with at_level(models, optimizers, session.opt_level, keywords, session.view.cast_policy):
         yield
 
 
