@@ -18,8 +18,8 @@ from .basics.modules import ModelIndex
 from .basics.tables import counted
 from .basics.wrappers import inner_optimizers, wrapped_in
 from .config.plan import MasterWeightsMode, Plan
-from .distributed.agreement import groups_of, meshes_of, reach_of
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
+from .distributed.verdict import meshes_of
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
 
@@ -296,9 +296,7 @@ def _check_not_replaced(index: ModelIndex, optimizers: Sequence[Optimizer]) -> N
 
 def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     """Validate ``process_group``; refuse shards among which overflow cannot be agreed on without one."""
-    # Before anything that differs by rank, because it is a collective. Without groups it sends nothing.
     meshes = meshes_of([parameter for _, parameter in index.parameters]) if is_distributed() else []
-    reached = reach_of(groups_of(meshes)) if meshes else 0
     if group is not None:
         if not is_distributed():
             raise ValueError(
@@ -308,6 +306,8 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
     elif plan.skips and meshes:
         world = torch.distributed.get_world_size()
+        # The ranks of the largest mesh have all others' numbers after a reduction along each of its dimensions.
+        reached = max(mesh.size() for mesh in meshes)
         if reached < world:
             raise ValueError(
                 f"the model's parameters are sharded over {reached} of {world} ranks. With a dynamic loss scale or "

@@ -17,6 +17,8 @@ from .config.loss_scale import DynamicLossScale
 from .config.plan import CastPolicy, make_plan
 from .config.properties import KeptInputs, KeptModules
 from .config.reading import DEFAULT_LEVEL, NO_PROPERTIES, PROPERTIES, Config, check_names, resolve
+from .distributed.ddp import compare_disabled
+from .distributed.sharding import is_distributed
 from .session import Request, Session
 
 # One of them, or a list or tuple: objects are returned with the type that they were passed with.
@@ -179,6 +181,8 @@ def start(
             failed.unwind()
             raise
     else:
+        if is_distributed():
+            compare_disabled(model_list, process_group)
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 

@@ -76,7 +76,7 @@ class Session:
         values, masters: the float32 values of 16-bit tensors, and the masters among them.
         forwards: the casts around the models' forwards.
         forward_guard, step_guard: the checks before forwards, and before steps of optimizers that are not managed.
-        ranks: the agreement with other processes.
+        ranks: what it shares with the sessions of other processes.
         managed: the managed optimizers.
         view: the read interface.
         scalers, losses: a loss scaler for each ``loss_id``, and the scaling of losses by them.
@@ -99,7 +99,7 @@ class Session:
             for loss_id in range(plan.properties.num_losses)
         ]
         members: list[Members] = []
-        self.ranks = Ranks(self.forward_guard, self.scalers, members, request.process_group)
+        self.ranks = Ranks(self.forward_guard, self.scalers, request.process_group)
         shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), members, written)
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
         self.managed = ManagedOptimizers(initialized, shared, request.await_optimizers)
@@ -165,9 +165,7 @@ class Session:
         if selected.changes:
             self.managed.shared.written.list_buffers(index.named_modules)
         casts = self.values.casts if selected.changes else None
-        trains = bool(self.optimizers) or self.managed.awaits
-        changed = [*selected.changes, *widened]
-        self.ranks.watch(changed, casts, self._settings_to_compare(), trains, self._undos)
+        self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
         if selected.has_16_bit or plan.skips:
@@ -179,8 +177,10 @@ class Session:
         settings = {name: _format(value) for name, value in self.properties if name != "verbosity"}
         classes = [type(optimizer).__name__ for optimizer in self.optimizers]
         return {
+            "enabled": "True",
             "opt_level": _format(self.opt_level),
             **settings,
+            **({} if self.managed.awaits else {"the number of optimizers": str(len(classes))}),
             OPTIMIZERS: _format(classes),
         }
 

@@ -10,8 +10,8 @@ from torch import nn
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..torch_internals import products
 from ..torch_internals.bulk import grads_of, in_fewer_tensors
-from .agreement import Group, device_for
 from .sharding import dense_views, is_sharded, local, redistribute_like
+from .verdict import Group, device_for
 
 _NOT_FINITE: Final = (
     "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; use "

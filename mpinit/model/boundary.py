@@ -19,6 +19,7 @@ from ..basics.logs import warn_user
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
+from ..distributed.ddp import note_running_wrapper
 from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from ..masters.split import SplitMasters
 from ..torch_internals.forward_casts import ForwardCasts
@@ -100,6 +101,7 @@ class ForwardGuard:
             self._warn_of_new_parameters()
             self._is_first = False
         if is_distributed():
+            note_running_wrapper()
             # The process group may be newer than the session. From then on gradients may have any dtype, because DDP's
             # buckets have the weights' dtype.
             first = next(iter(self.masters), None)

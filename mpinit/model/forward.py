@@ -20,6 +20,7 @@ from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..config.plan import MasterWeightsMode, Plan
+from ..distributed.ddp import note_running_wrapper
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, set_state
 from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing
@@ -113,6 +114,8 @@ class PatchedForward(OfModule):
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
+                note_running_wrapper()
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         guard = boundary.guard
         if guard is not None and torch._C._is_tracing():

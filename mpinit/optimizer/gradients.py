@@ -109,15 +109,11 @@ class Gradients:
         return is_empty
 
     @without_gradients
-    def unscale(
-        self, scaler: LossScaler, done: Done, is_block: bool = True, keeps_checks: bool = True
-    ) -> torch.Tensor | None:
+    def unscale(self, scaler: LossScaler, done: Done, is_block: bool = True) -> torch.Tensor | None:
         """Unscale the gradients after a backward pass, and check them if the session skips steps.
 
         Args:
             is_block: whether a ``scale_loss`` block ends; otherwise a GradScaler unscales them.
-            keeps_checks: whether an overflow that an earlier check found still counts. It does not if that check was of
-                this rank's own gradients, and these have been reduced over all ranks since.
 
         Returns:
             Whether this pass overflowed, as a 0-dimensional tensor; None without gradients or without a check.
@@ -131,7 +127,7 @@ class Gradients:
             return None
         with _dropped_on_error(self):
             found_inf = self._unscale(scaler, done, has_gradients)
-            earlier = state.found_inf if keeps_checks else None
+            earlier = state.found_inf
             before, hidden = earlier, state.hidden
             if before is not None and hidden is not None and found_inf is not None:
                 # If gradients were inf or nan at the start of the block, this check has found them again, unless they
@@ -227,6 +223,10 @@ class Gradients:
             return False
         known = [mark() for mark in state.checked]
         return are_same(known, present) and tuple(versions_of(present)) == state.versions
+
+    def forget_check(self) -> None:
+        """Drop the result of the last check: a later one, of the gradients of all ranks, counts."""
+        self.state = self.state._replace(found_inf=None, checked=(), versions=())
 
     def decide(self, found_inf: torch.Tensor) -> None:
         """Replace the result of the last check by the verdict of all ranks."""

@@ -51,7 +51,6 @@ class Shared:
     Attributes:
         members: the members of each optimizer whose :meth:`ManagedOptimizer.list_members` was called.
         written: the 16-bit buffers that a warning names if the model writes to them.
-        checks: the checks of each optimizer that has made them.
     """
 
     plan: Plan
@@ -60,7 +59,6 @@ class Shared:
     states: EncodedStates | None
     members: list[Members]
     written: WrittenBuffers
-    checks: list[GradientChecks] = field(default_factory=list)
 
 
 class Decision(enum.Enum):
@@ -123,9 +121,7 @@ class ManagedOptimizer:
     def checks(self) -> GradientChecks:
         """The checks of its gradients."""
         shared = self.shared
-        made = GradientChecks(self.members, self.gradients, shared.plan, shared.ranks, shared.checks)
-        shared.checks.append(made)
-        return made
+        return GradientChecks(self.members, self.gradients, shared.plan, shared.ranks)
 
     @functools.cached_property
     def skips(self) -> Skips:
@@ -328,8 +324,6 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
     """
     optimizer, inner, known = managed.optimizer, managed.own.inner, managed.reference
     managed.list_members()
-    if is_distributed():
-        _ = managed.checks  # makes and lists them: one verdict of pipeline stages is for all optimizers
 
     def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         if self is not known():

@@ -130,8 +130,6 @@ class ManagedOptimizers:
             self._patch(managed, undos, owner)
         else:
             count_by_hooks(managed, optimizer, undos, owner)
-        if is_distributed():
-            self.shared.ranks.overflow.groups()
 
     def _patch(self, managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
         managed.members.sync_groups()
@@ -149,24 +147,18 @@ class ManagedOptimizers:
 
     def remove(self, optimizer: Optimizer | None) -> None:
         """Drop the records of an optimizer, and of optimizers that were freed."""
-        members, checks = self.shared.members[:], self.shared.checks[:]
+        members = self.shared.members[:]
         managed = None if optimizer is None else self._managed.pop(optimizer, None)
         if managed is not None:
-            own = {id(vars(managed).get(name)) for name in ("members", "checks")}
-            gone = {id(each) for each in (*members, *checks) if id(each) in own}
+            gone = {id(vars(managed).get("members"))}
         else:
-            known = {
-                id(each) for managed in self for name, each in vars(managed).items() if name in ("members", "checks")
-            }
-            gone = {id(each) for each in (*members, *checks) if id(each) not in known}
+            known = {id(vars(managed).get("members")) for managed in self}
+            gone = {id(each) for each in members if id(each) not in known}
         # One at a time, because an optimizer may be freed at any of these lines, which calls this, too.
         for each in members:
             if id(each) in gone and _discard(each, self.shared.members):
                 for master in each.masters:
                     master.optimizers -= 1
-        for check in checks:
-            if id(check) in gone:
-                _discard(check, self.shared.checks)
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 
@@ -257,7 +249,7 @@ def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoS
                 managed.checks.warn_no_gradient()
         if shared.ranks.is_first_step or is_distributed():
             managed.list_members()
-            shared.ranks.before_step()
+            shared.ranks.before_step(managed.members.weights)
         begun.append(optimizer)
 
     def after(optimizer: Any, *_: Any) -> None:

@@ -1,7 +1,6 @@
-"""The agreement of several processes: on settings, float32 values, whether a step is done, and loss scales."""
+"""What a session shares with the sessions of other processes: settings, float32 values, and whether to step."""
 
 import functools
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -10,35 +9,36 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..basics.modules import modules_of
 from ..basics.patching import UndoStack, undo_when_dropped
-from ..distributed.agreement import Group, check_same, device_for, groups_of, meshes_of, ranks_agree
-from ..distributed.replicas import (
-    WRAPPERS,
-    Event,
+from ..distributed.agreement import check_same
+from ..distributed.ddp import (
+    Wrappers,
     broadcast,
-    delayed_by,
-    is_joining,
+    check_step,
+    forget_disabled,
+    have_reduced,
     reduced_by,
     refuse_training,
-    synced_by,
-    syncs_when_made,
 )
-from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed
-from ..distributed.stages import Stages
+from ..distributed.sharding import (
+    fsdp1_refusal,
+    groups_of_fsdp,
+    has_other_processes,
+    is_distributed,
+    unreduced_gradients,
+)
+from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
 from ..model.boundary import ForwardGuard
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
-from .members import Members
-from .overflow_agreement import OverflowAgreement
-from .unreduced import UnreducedGradients
-from .wrappers import Wrappers, WrapperStatus
 
 # The key of a setting that ranks compare in addition to the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
 # The names under which DistributedDataParallel and FSDP1 register the model inside them.
+_INSIDE_DDP: Final = "module"
 _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
-_INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
 # The settings that may differ between the stages of a pipeline.
 _OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
@@ -53,267 +53,208 @@ _INSIDE_BACKWARD: Final = (
     "optimizer.step() was called inside of backward(), and gradients are reduced over ranks at its end: every rank "
     "would step with gradients of its own. Call it after backward(), or train in one process"
 )
-_NO_OPTIMIZER: Final = (
-    "this rank had no optimizer when mpinit.initialize was called with a process_group, so the other ranks do not wait "
-    "for it to agree on overflow. Pass the optimizer to initialize, or await_optimizers=True and add it later"
+
+
+_OUTSIDE: Final = (
+    "{!r} is trained, and in no DistributedDataParallel, which has other parameters of the models: its gradient "
+    "differs by rank, and an overflow in it would be skipped on one rank alone. Wrap it too, or pass "
+    "process_group=torch.distributed.group.WORLD to mpinit.initialize, over which ranks then agree in each step"
 )
-_OTHER_SCALES: Final = (
-    "the loss scales of this rank were loaded, set, or lowered after an overflow, and not all other ranks have done "
-    "the same: the gradients that DistributedDataParallel reduces together carry different scales. Load or set them on "
-    "every rank, or load one state for all of them, by mpinit.TrainState with "
-    "StateDictOptions(broadcast_from_rank0=True). If you step with gradients that are not reduced (after no_sync(), or "
-    "after a forward of the module inside of the wrapper), pass process_group=torch.distributed.group.WORLD to "
-    "mpinit.initialize: ranks then skip such steps together"
+_UNREDUCED: Final = (
+    "FSDP2 keeps gradients of a backward pass for a later reduction (set_requires_gradient_sync(False) or "
+    "set_requires_all_reduce(False)). They are in no weight.grad, so mpinit.scale_loss can neither scale nor unscale "
+    "them. Reduce in every pass, or train without a loss scale: opt_level='O5', or loss_scale=1.0"
 )
 
 
 class Ranks:
-    """The agreement of a session with the sessions of other processes.
+    """The part of a session that its ranks share.
 
-    Sessions agree on three things: the settings; the float32 values of the 16-bit tensors that a wrapper broadcasts;
-    and the loss scales. They agree at these times:
-
-    - in the constructor of a DistributedDataParallel around a model, and again after ``join()``;
-    - at the end of ``initialize``, if parameters are sharded or there is a ``process_group``;
-    - at the end of the first backward pass, or in the first step, if the constructor broadcasts nothing
-      (``init_sync=False``), or ran before ``initialize``.
-
-    :attr:`overflow` agrees on overflow, where gradients may differ by rank.
+    - A model is put into a DistributedDataParallel: ranks compare their settings, and the first one sends its float32
+      values and loss scales to the others.
+    - Parameters are sharded, or there is a ``process_group``: ranks compare their settings at the end of
+      ``initialize``, and whether gradients overflowed in each step.
 
     Attributes:
         guard: the checks before each forward of the models.
+        groups: the process groups over which a step reduces ``found_inf``; empty where no gradient differs by rank.
         is_first_step: whether :meth:`before_step` was not called yet.
     """
 
-    def __init__(
-        self,
-        guard: ForwardGuard,
-        scalers: Sequence[LossScaler],
-        members: list[Members],
-        process_group: Group | None,
-    ) -> None:
+    def __init__(self, guard: ForwardGuard, scalers: Sequence[LossScaler], process_group: Group | None) -> None:
         self.guard = guard
+        self.groups: list[Group] = []
+        self.is_first_step = True
         self._masters = guard.masters
         self._scalers = scalers
-        self._members = members
         self._process_group = process_group
         self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
-        # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
-        self._making: tuple[Any, dict[int, int]] | None = None
-        # Ids of the parameters whose dtype the session has changed.
-        self._changed: set[int] = set()
-        # The last broadcast of scales: its time on the sending rank, the number of comparisons since, and how often
-        # scales had been changed on this rank by then.
-        self._since, self._comparisons, self._changes = 0.0, 0, 0
-        self.is_first_step = True
-
-    @functools.cached_property
-    def unreduced(self) -> UnreducedGradients:
-        """The gradients that FSDP2 has not reduced yet; ``fully_shard`` is called before ``initialize``."""
-        return UnreducedGradients(self.guard.models)
-
-    @functools.cached_property
-    def _wrappers(self) -> Wrappers:
-        # Made where there is a process group.
-        return Wrappers(self.guard, self._changed)
-
-    @functools.cached_property
-    def overflow(self) -> OverflowAgreement:
-        """The agreement on overflow; made where there is a process group."""
-        return OverflowAgreement(self.guard, self._scalers, self._members, self._wrappers, Stages(self._process_group))
+        self._wrappers = Wrappers()
+        self._fsdp_groups: list[Any] | None = None
+        # The id of an optimizer's list of weights -> the weights and wrappers that were compared.
+        self._checked: dict[int, tuple[int, ...]] = {}
 
     def watch(
         self,
         changed: Iterable[torch.Tensor],
         casts: TensorCasts | None,
         settings: Mapping[str, str],
-        trains: bool,
         undos: UndoStack,
     ) -> None:
-        """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models.
-
-        Args:
-            trains: whether this rank has an optimizer, or expects one.
-        """
-        self._changed, self._casts, self._settings = set(map(id, changed)), casts, settings
+        """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
+        self._casts, self._settings = casts, settings
+        self._wrappers = Wrappers(self.guard.models, map(id, self.guard.parameters()), map(id, changed))
         known = weakref.ref(self)
 
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
             ranks = known()
-            if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
+            if ranks is not None and submodule is not None and name in (_INSIDE_DDP, _INSIDE_FSDP1):
                 ranks._on_wrapping(module, name, submodule)
 
-        def on_event(event: Event, wrapper: Any, output: Any) -> None:
-            ranks = known()
-            if ranks is not None:
-                ranks._on_event(event, wrapper, output)
-
-        registered = UndoStack()
-        undos.push(undo_when_dropped(self, registered.unwind))
-        registered.push(register_module_module_registration_hook(on_registration).remove)
-        registered.push(WRAPPERS.add(on_event))
+        # torch's documented hook: inside of DistributedDataParallel.__init__ it is called when its process group is
+        # set, and before it broadcasts the weights.
+        registration = register_module_module_registration_hook(on_registration)
+        undos.push(undo_when_dropped(self, registration.remove))
+        forget_disabled(self.guard.models)
         if is_distributed():
-            check_same(settings, {}, groups_of(meshes_of(self.guard.parameters())))
-            alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
-            check_same(alike, {}, groups_of([], self._process_group))
-            self.overflow.stages.compare(self.guard.parameters(), trains)
-            self.overflow.follow_shards(registered)
+            parameters = self.guard.parameters()
+            check_same(settings, {}, groups_of(parameters, None))
+            if self._process_group is not None:
+                alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
+                check_same(alike, {}, [self._process_group])
+            self.groups = groups_of(parameters, self._process_group)
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
-            own = {id(part) for model in self.guard.models for part in model.modules()}
+            own = {id(part) for model in self.guard.models for part in modules_of(model)}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._wrappers.is_of_models(wrapper):
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._is_of_models(module):
             self.guard.check_present()
-            if syncs_when_made(wrapper):
-                self._check_same_under(wrapper)
-            self._making = weakref.ref(wrapper), {id(tensor): _version_of(tensor) for tensor in _tensors_of(module)}
+            self._share_values(module, wrapper.process_group)
+            self._wrappers.add(wrapper)
 
-    def _on_event(self, event: Event, wrapper: Any, output: Any) -> None:
-        if event is Event.MADE:
-            making, self._making = self._making, None
-            if making is not None and making[0]() is wrapper:
-                self._on_made(wrapper, making[1])
-        elif event is Event.JOINED:
-            if wrapper in self._wrappers.with_status(WrapperStatus.AGREED):
-                self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
-                self._send_scales(wrapper, wrapper._authoritative_rank)
-        elif event is Event.RETURNED:
-            if self._wrappers.is_around(wrapper) and not self.overflow.stages.are_named:
-                self.overflow.verdicts.after_forward_of_wrapper(output)
-        elif self._wrappers.is_around(wrapper) and event is Event.CALLED:
-            # Loops with a GradScaler compare in the step, and this rank may have omitted it.
-            self._check_same_scales()
-            self.overflow.before_forward_of_wrapper(wrapper)
-
-    def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
-        # DistributedDataParallel has broadcast the tensors whose version has changed, also on the sending rank.
-        now = [(tensor, _version_of(tensor)) for tensor in _tensors_of(wrapper.module)]
-        sent = [tensor for tensor, version in now if versions.get(id(tensor), version) != version]
-        self._send(wrapper, sent, 0)
-        if not syncs_when_made(wrapper):
-            self._wrappers.mark(wrapper, WrapperStatus.PENDING)
-            return
-        self._send_scales(wrapper, 0)
-        self._wrappers.mark(wrapper, WrapperStatus.AGREED)
-
-    def _agree_under(self, wrapper: Any) -> None:
-        """Agree under a wrapper whose constructor could not, at the end of a backward pass or in the first step."""
-        self._check_same_under(wrapper)
-        if syncs_when_made(wrapper):
-            self._send(wrapper, synced_by(wrapper), 0)
-        self._send_scales(wrapper, 0)
-        self._wrappers.mark(wrapper, WrapperStatus.AGREED)
-
-    def _check_same_under(self, wrapper: Any) -> None:
-        names = {id(parameter): name for model in self.guard.models for name, parameter in model.named_parameters()}
-        parameters = {
-            names.get(id(p), f"parameter {index}"): f"{tuple(p.shape)} {p.dtype}"
-            + (" with a float32 master" if self._masters.of(p) is not None else "")
-            for index, p in enumerate([*reduced_by(wrapper), *delayed_by(wrapper)])
-        }
-        check_same(self._settings, parameters, [wrapper.process_group])
+    def _is_of_models(self, module: nn.Module) -> bool:
+        return not self.guard.parameters().keys().isdisjoint(module.parameters())
 
     @torch.no_grad()
-    def _send(self, wrapper: Any, tensors: Sequence[torch.Tensor], src: int) -> None:
-        """Send one rank's float32 values of 16-bit tensors to all others: masters, frozen weights, and buffers."""
-        group, masters = wrapper.process_group, self._masters
+    def _share_values(self, module: nn.Module, group: Group) -> None:
+        """Compare settings, and send the first rank's float32 values and loss scales to the others."""
+        masters, ignored = self._masters, getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        check_same(
+            self._settings,
+            {
+                name: f"{tuple(p.shape)} {p.dtype}{'' if masters.of(p) is None else ' with a float32 master'}"
+                for name, p in module.named_parameters()
+            },
+            [group],
+        )
+        tensors = [parameter for name, parameter in module.named_parameters() if name not in ignored]
         found = [master for master in map(masters.of, tensors) if master is not None]
-        for index, sent in broadcast([functools.partial(masters.values, master) for master in found], src, group):
+        for index, sent in broadcast([functools.partial(masters.values, master) for master in found], group):
             masters.load(found[index], sent)
         if self._casts is not None:
             ids = set(map(id, tensors))
             rounded = [tensor for tensor in self._casts.with_more_bits() if id(tensor) in ids]
             values = [functools.partial(self._values_of, tensor) for tensor in rounded]
-            for index, sent in broadcast(values, src, group):
+            for index, sent in broadcast(values, group):
                 rounded[index].copy_(sent)
                 self._casts.load(rounded[index], sent)
+        for scaler in self._scalers:
+            if scaler.is_dynamic:
+                counters = scaler.counters()
+                there = counters.to(device_for(group, counters.device))
+                torch.distributed.broadcast(there, group=group, group_src=0)
+                scaler.load_counters(there)
 
     def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         values = None if self._casts is None else self._casts.original_values(tensor)
         return (tensor if values is None else values).detach().float()
 
-    @torch.no_grad()
-    def _send_scales(self, wrapper: Any, src: int) -> None:
-        """Send one rank's loss scales to all others.
+    @property
+    def has_wrappers(self) -> bool:
+        """Whether DistributedDataParallel reduces gradients of the models, in buckets of the weights' dtype."""
+        return bool(self._wrappers.list())
 
-        Ranks average scaled gradients, so the scales have to be equal. They differ after one rank was resumed alone, or
-        ended early in ``join()``.
-        """
-        group = wrapper.process_group
-        for scaler in self._scalers:
-            if scaler.is_dynamic:
-                counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
-                there = counters.to(device_for(group, counters.device))
-                torch.distributed.broadcast(there, group=group, group_src=src)
-                scaler.load_counters(there[:-1])
-                self._since = float(there[-1])
-        self._comparisons, self._changes = 0, self._changed_count()
-
-    def before_step(self) -> None:
-        """Let ranks agree under wrappers that have not agreed yet. All ranks call it before a step.
+    def check_reduces(self, scaler: LossScaler) -> None:
+        """Refuse a scaled loss whose gradients FSDP2 keeps: nobody would unscale them.
 
         Raises:
-            RuntimeError: a backward pass is running, or parameters were replaced. With a dynamic scale also: it is
-                unknown which other processes train the same model, or scales were changed on some ranks only, or this
-                rank of a ``process_group`` had no optimizer in ``initialize``.
+            RuntimeError: the scale is not always 1; and a module was told not to reduce gradients, or keeps some of an
+                earlier pass.
+        """
+        if scaler.is_identity:
+            return
+        groups = self._fsdp()
+        if not all(each.reduce_grads and each.all_reduce_grads for each in groups) or unreduced_gradients(groups):
+            raise RuntimeError(_UNREDUCED)
+
+    def _fsdp(self) -> list[Any]:
+        # Listed once: fully_shard is called before initialize.
+        if self._fsdp_groups is None:
+            self._fsdp_groups = groups_of_fsdp([module for model in self.guard.models for module in modules_of(model)])
+        return self._fsdp_groups
+
+    def have_reduced(self) -> bool:
+        """Return whether gradients are those of all ranks at the end of a backward pass.
+
+        They are not after a pass in ``no_sync()``, nor where gradients differ by rank. Then a step decides.
+        """
+        return not self.groups and have_reduced(self._wrappers.list())
+
+    def reduce(self, found_inf: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Return the largest ``found_inf`` of all ranks; give the scalers theirs.
+
+        One all-reduce in each group is for all of them. All ranks call it equally often.
+
+        Args:
+            found_inf: of the gradients that a step is about to use; None without gradients or a check.
+            device: of these gradients.
+        """
+        if not self.groups:
+            return found_inf
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        checks = [found_inf, *(scaler.found_inf for scaler in self._scalers)]
+        vector = torch.stack([zero if each is None else each.to(device, torch.float32) for each in checks])
+        reduced = reduce_found_inf(vector, self.groups)
+        for scaler, found in zip(self._scalers, reduced[1:], strict=True):
+            if scaler.found_inf is not None:
+                scaler.found_inf = found.to(scaler.device)
+        return reduced[0]
+
+    def before_step(self, weights: Sequence[nn.Parameter]) -> None:
+        """Refuse a step in which ranks would part.
+
+        Args:
+            weights: what the optimizer steps; always the same list.
+
+        Raises:
+            RuntimeError: a backward pass is running; or parameters were replaced; or a wrapper is older than the
+                session, or in ``join()``. Where steps are skipped also: it is unknown which other processes train the
+                same model, or which have the same gradients.
         """
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
         if self.is_first_step:
             self.guard.check_present()
             self.is_first_step = False
-        if not is_distributed():
+        if not has_other_processes():
             return
-        self.agree_under_pending()
-        self.overflow.check_averages_masters()
-        if self.overflow.stages.are_without_this_rank and self._scalers[0].skips:
-            raise RuntimeError(_NO_OPTIMIZER)
-        known = self.overflow.groups() or self._wrappers.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING)
-        if not known and self._scalers[0].is_dynamic and has_other_processes():
+        for wrapper in self._wrappers.take_older():
+            check_same(self._settings, {}, [wrapper.process_group])
+        wrappers, scaler = self._wrappers.list(), self._scalers[0]
+        if scaler.is_dynamic or self.guard.has_float32_values:
+            check_step(wrappers, self._process_group is not None)
+        if scaler.is_dynamic and not wrappers and not self.groups:
             raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))
-
-    def agree_under_pending(self) -> None:
-        """Agree under wrappers under which ranks have not agreed yet. All ranks call it after backward, or in a step.
-
-        Raises:
-            RuntimeError: scales were changed on this rank, and not on all.
-        """
-        pending = [each for each in self._wrappers.with_status(WrapperStatus.PENDING) if not is_joining(each)]
-        for wrapper in self._in_order(pending) if pending else ():
-            self._agree_under(wrapper)
-        self._check_same_scales()
-
-    def _in_order(self, wrappers: Sequence[Any]) -> list[Any]:
-        """Sort wrappers by the positions of their parameters in the models: the same order on all ranks."""
-        places = {id(parameter): place for place, parameter in enumerate(self.guard.parameters())}
-        keys = {id(wrapper): sorted(places.get(id(p), -1) for p in reduced_by(wrapper)) for wrapper in wrappers}
-        return sorted(wrappers, key=lambda wrapper: (len(keys[id(wrapper)]), keys[id(wrapper)]))
-
-    def _changed_count(self) -> int:
-        return sum(scaler.changed_count for scaler in self._scalers)
-
-    def _check_same_scales(self) -> None:
-        """Compare scales after a backward pass that reduces gradients, if this rank's have been changed.
-
-        Scales may differ as long as no gradients are reduced, as in local SGD. Verdicts over groups make them equal.
-        """
-        changes = self._changed_count()
-        if changes == self._changes or not has_other_processes() or self.overflow.groups():
-            return
-        if not self.overflow.agrees_after_backward():
-            return
-        self._comparisons += 1
-        found = [scaler.changed_to for scaler in self._scalers]
-        states = [None if each is None else (each[0].tolist(), each[1]) for each in found]
-        text = f"mpinit {self._since} {self._comparisons}: {states}"
-        agreed = [each for each in self._wrappers.with_status(WrapperStatus.AGREED) if not is_joining(each)]
-        for wrapper in self._in_order(agreed):
-            if not ranks_agree(text, wrapper.process_group):
-                raise RuntimeError(_OTHER_SCALES)
-        self._changes = changes
+        checked = (id(weights), len(weights), *map(id, wrappers))
+        if scaler.skips and not self.groups and self._checked.get(checked[0]) != checked:
+            reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
+            outside = [weight for weight in weights if weight.requires_grad and id(weight) not in reduced]
+            if wrappers and outside:
+                raise RuntimeError(_OUTSIDE.format(self._masters.names.of(outside[0])))
+            self._checked[checked[0]] = checked
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse training with wrappers around parameters whose dtype ``undo`` has changed.
@@ -322,15 +263,6 @@ class Ranks:
             dtypes: the parameters' dtypes before ``undo``.
         """
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        known = self._wrappers if "_wrappers" in vars(self) else None
-        for wrapper in known.with_status(WrapperStatus.AGREED, WrapperStatus.PENDING) if known else ():
-            if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
+        for wrapper in self._wrappers.list():
+            if any(id(parameter) in changed for parameter in wrapper.module.parameters()):
                 refuse_training(wrapper)
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]

@@ -23,8 +23,8 @@ from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients, GradientSample
 from .managed import ManagedOptimizer, before_backward
 from .optimizers import ManagedOptimizers
-from .step import ONE_PROCESS, EndOfBlock, GradientChecks, agree_beside, agree_on, agree_silently, end_of_block
-from .unreduced import UnreducedGradients
+from .ranks import Ranks
+from .step import GradientChecks
 
 _IS_PATCHED: Final = attrgetter("is_patched")
 _AFTER_BLOCK: Final = (
@@ -97,19 +97,16 @@ class ScaledLoss:
                     each.drop()  # the exit of the other block may have been interrupted
                 raise RuntimeError(NESTED_BLOCK)
             gradients.check_unscaled("mpinit.scale_loss", "move it after the with-block")
+        ranks = self._ranks()
+        if ranks is not None:
+            ranks.check_reduces(self._scaler)
         if self._masters is not None:
             _warn_of_foreign_parameters(self._loss, [*self._own, *self._others], self._masters)
         for optimizer in self._optimizers:
             before_backward(optimizer)
-        if is_distributed():
-            agree_beside(self._checks())
         done = self._none_done()
         begun: list[Gradients] = []
         are_new = True
-        unreduced = self._unreduced()
-        if unreduced is not None:
-            are_new = not unreduced.present()
-            unreduced.scale(self._scaler)
         try:
             for gradients in (*self._own, *self._others):
                 gradients.widen()
@@ -128,8 +125,6 @@ class ScaledLoss:
             return scaled
         except BaseException:
             self._unscale(begun, self._none_done())
-            if unreduced is not None:
-                unreduced.unscale(self._scaler)
             raise
 
     def __exit__(
@@ -140,7 +135,6 @@ class ScaledLoss:
             self._use.has_ended = True
             if exc_type is None and not self._use.is_used:
                 self._check_used(self._use.sample)
-        end = ONE_PROCESS
         try:
             # The scale is copied before its update. The copy may fail, and gradients have to be unscaled all the same.
             written = [(each.writes, self._scaler.scale_now()) for each in self._checks() if each.writes.were_done()]
@@ -148,17 +142,14 @@ class ScaledLoss:
                 optimizer.members.values.apply_gradients()
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
-            if is_distributed() and self._optimizers:
-                end = end_of_block(self._checks(), self._scaler, self._delay_update)
+            if exc_type is None and (ranks := self._ranks()) is not None:
+                ranks.check_reduces(self._scaler)
         finally:
-            found = self._unscale([*self._own, *self._others], done, end.keeps_checks)
-            unreduced = self._unreduced()
-            found_inf = None if unreduced is None else unreduced.unscale(self._scaler)
-            found += [] if found_inf is None else [found_inf]
+            found = self._unscale([*self._own, *self._others], done)
             for optimizer in self._optimizers:
                 optimizer.members.values.bind_gradients()
         if exc is None:
-            self._finish(found, end)
+            self._finish(found)
             for writes, scale in written:
                 writes.report(scale, "Move it behind the with-block")
         else:
@@ -168,11 +159,11 @@ class ScaledLoss:
         """Refuse an attribute of the loss: the ``with`` is missing."""
         raise AttributeError(_without_with(name), name=name, obj=self)
 
+    def _ranks(self) -> Ranks | None:
+        return self._optimizers[0].shared.ranks if is_distributed() and self._optimizers else None
+
     def _none_done(self) -> Done:
         return {} if len(self._own) + len(self._others) > 1 else None
-
-    def _unreduced(self) -> UnreducedGradients | None:
-        return self._optimizers[0].shared.ranks.unreduced if is_distributed() and self._optimizers else None
 
     def _checks(self) -> list[GradientChecks]:
         return [each.checks for each in self._optimizers]
@@ -213,25 +204,21 @@ class ScaledLoss:
         """
         if sample and not any(each.was_added_to() for each in sample):
             return
-        unreduced = self._unreduced()
-        kept = [] if unreduced is None else unreduced.present()
-        if not kept and not any(have_grads(gradients.weights) for gradients in self._own):
+        if not any(have_grads(gradients.weights) for gradients in self._own):
             return
         for gradients in (*self._own, *self._others):
             gradients.drop()
-        for each in kept:
-            each.zero_()
         raise RuntimeError(
             "gradients came into the `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block, but not from "
             "scaled_loss. Call scaled_loss.backward() in it: gradients of loss.backward() would be divided by the "
             f"scale of {self._scaler.loss_scale():g}, without having been multiplied by it. They were dropped"
         )
 
-    def _unscale(self, gradients: Sequence[Gradients], done: Done, keeps_checks: bool = True) -> list[torch.Tensor]:
+    def _unscale(self, gradients: Sequence[Gradients], done: Done) -> list[torch.Tensor]:
         found: list[torch.Tensor | None] = []
 
         def unscale(each: Gradients) -> None:
-            found.append(each.unscale(self._scaler, done, keeps_checks=keeps_checks))
+            found.append(each.unscale(self._scaler, done))
 
         with ExitStack() as stack:
             # All are unscaled, even if one raises.
@@ -239,25 +226,31 @@ class ScaledLoss:
                 stack.callback(unscale, each)
         return [each for each in found if each is not None]
 
-    def _finish(self, found: list[torch.Tensor], end: EndOfBlock) -> None:
+    def _finish(self, found: list[torch.Tensor]) -> None:
         scaler = self._scaler
-        for found_inf in found:
-            scaler.record_found_inf(found_inf)
+        ranks = self._ranks()
+        are_shared = ranks is None or ranks.have_reduced()
+        if ranks is None or are_shared or ranks.groups:
+            for found_inf in found:
+                scaler.record_found_inf(found_inf)
+        else:
+            # After a pass in no_sync() each rank has other gradients. The next pass averages them, or the step checks
+            # what it uses: both find this rank's inf on all ranks.
+            for gradients in self._own:
+                gradients.forget_check()
         # Read only if that is no device sync.
         overflowed = any(reads_without_sync(each.device) and each.item() > 0 for each in found)
         worst = [each.after_unscaling(self._loss, scaler, overflowed) for each in self._optimizers]
         for optimizer in self._optimizers:
             optimizer.checks.awaits_step = True
-        # Under DDP's no_sync() ranks find different overflows before the step, and their scales must stay the same.
-        if end.agrees:
-            agree_on(self._checks(), [scaler])
-        elif not self._delay_update and end.is_reduced:
-            scaler.update()
-            agree_silently(self._checks())
-        elif scaler.found_inf is not None:
+        if self._delay_update or not are_shared:
             # The first of these optimizers that steps updates the scale.
             for optimizer in self._optimizers:
                 optimizer.checks.update_scale_later(scaler)
+        else:
+            scaler.update()
+            for optimizer in self._optimizers:
+                optimizer.checks.forget_update(scaler)
         if overflowed:
             log.info(
                 "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s%s",
@@ -448,7 +441,7 @@ class Losses:
         scaled = scaler.scale(output)
         if scaled.requires_grad and not scaler.is_identity:
             if is_distributed():
-                self.managed.shared.ranks.unreduced.scale(scaler)
+                self.managed.shared.ranks.check_reduces(scaler)
             done: Done = {}
             patched = self.managed.patched()
             for managed in patched:
@@ -475,9 +468,7 @@ class Losses:
         done = {id(g): g for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
         scaler = self.scaler(loss_id)
         if is_distributed():
-            found_inf = self.managed.shared.ranks.unreduced.unscale(scaler)
-            if found_inf is not None:
-                scaler.record_found_inf(found_inf)
+            self.managed.shared.ranks.check_reduces(scaler)
         for gradients in self.managed.gradients_beside(list(self.managed)):
             if gradients.state.is_scaled and gradients.state.scaler is scaler and not gradients.state.is_open:
                 gradients.unscale(scaler, None, is_block=False)

@@ -1,11 +1,11 @@
-"""The parts of a step: checks of gradients, the agreement of ranks, and the optimizer's own step on masters."""
+"""The parts of a step: checks of gradients, one decision of all ranks, and the optimizer's own step on masters."""
 
 import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compil
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
-from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, agreed, check_of_grad_scaler
+from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler
 from .gradients import Done, Gradients, GradientSample, largest
 from .members import Members
 from .ranks import Ranks
@@ -39,11 +39,6 @@ _WRITTEN: Final = (
     "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
     "addition compares or adds numbers that are not scaled. {}. Averages over ranks and masks are right here"
 )
-_NONFINITE_AFTER_BLOCK: Final = (
-    "inf or nan came into gradients after the `with mpinit.scale_loss(...)` block, at whose end all ranks have agreed "
-    "that there was none: a step would be skipped on this rank alone. Move what writes to the gradients (a penalty, a "
-    "hook) into the block, behind backward()"
-)
 
 
 def _warn_of_late_writes(values: Float32Values, warned: set[str]) -> None:
@@ -59,24 +54,14 @@ class GradientChecks:
     Attributes:
         skips: whether a step is skipped if its gradients contain inf or nan.
         awaits_step: whether a loss of the optimizer was scaled, and no step was called since.
-        has_own_checks: whether this rank's gradients were checked since then, before they were reduced over ranks.
-        ranks: the agreement with other processes.
+        ranks: what the session shares with other processes.
         writes: the watch for writes to scaled gradients.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        gradients: Gradients,
-        plan: Plan,
-        ranks: Ranks,
-        all_of_session: "Sequence[GradientChecks]",
-    ) -> None:
+    def __init__(self, members: Members, gradients: Gradients, plan: Plan, ranks: Ranks) -> None:
         self.skips = plan.skips
         self.awaits_step = False
-        self.has_own_checks = False
         self.ranks = ranks
-        self._all = all_of_session
         self.writes = ScaledWrites(members)
         self._members = members
         self._gradients = gradients
@@ -113,7 +98,6 @@ class GradientChecks:
         self._members.values.apply_gradients()
         present = bool(self._gradients.present())
         found_inf = self._gradients.unscale(scaler, done, is_block=False)
-        agree_silently([self])
         if found_inf is not None:
             scaler.record_found_inf(found_inf)
         if were_written:
@@ -163,67 +147,51 @@ class GradientChecks:
         """Update a loss scale at the next step; without a step, when the next loss is scaled."""
         self._due[scaler] = None
 
-    def agree(self) -> None:
-        """Decide with all ranks whether gradients overflowed, once a step, and update the scales that are due.
+    def forget_update(self, scaler: LossScaler) -> None:
+        """Do not update a loss scale at the next step: it was updated now."""
+        self._due.pop(scaler, None)
 
-        Raises:
-            RuntimeError: inf or nan came into gradients after ranks had agreed on them.
-        """
+    def agree(self) -> None:
+        """Decide with all ranks, once a step, whether gradients overflowed, and update the scales that are due."""
         if self.ranks.is_first_step or is_distributed():
-            self.ranks.before_step()
+            self.ranks.before_step(self._members.weights)
         self.awaits_step = False
         if not self._gradients.are_decided():
-            together = is_distributed() and self.ranks.overflow.agrees_together
-            several = self._all[:] if together else [self]
-            agree_on([each for each in several if each.awaits_step or each is self or each._gradients.present()])
-        elif is_distributed():
-            self._check_decided()
-
-    def _check_decided(self) -> None:
-        """Check for inf and nan that were written to gradients after ranks agreed.
-
-        If a kernel skips by itself, nothing is read: it skips after such a write, on this rank alone.
-        """
-        before = self._gradients.state.found_inf
-        self._check_stepped()
-        found_inf = self._gradients.state.found_inf
-        if self.skips_in_kernel():
-            return
-        if before is None or found_inf is None or found_inf is before:
-            return
-        if not (found_inf > before).item():
-            self._gradients.decide(before)
-        elif not self.ranks.overflow.is_alone:
-            raise RuntimeError(_NONFINITE_AFTER_BLOCK)
+            self._decide()
 
     def agree_on_evaluation(self) -> None:
         """Decide with all ranks whether the gradients of one evaluation of a closure overflowed."""
         self.check_gradients(STEP)
-        if not self._gradients.are_decided():
-            agree_on([self])
-        elif is_distributed():
-            self._check_decided()
+        self._decide()
+
+    def _decide(self) -> None:
+        self._check_again()
+        if is_distributed() and self.skips:
+            state, weights = self._gradients.state, self._members.weights
+            device = weights[0].device if weights else torch.device("cpu")
+            found_inf = self.ranks.reduce(state.found_inf, device)
+            if self.ranks.groups and found_inf is not None:
+                self._gradients.decide(found_inf)
+            # A pass in no_sync() has left its overflow to the check of the gradients that this step uses.
+            for scaler in self._due:
+                if scaler.found_inf is None and found_inf is not None:
+                    scaler.record_found_inf(found_inf)
+        for scaler in self._pop_due():
+            scaler.update()
 
     def agree_without_step(self) -> bool:
-        """Decide with all ranks on gradients whose step this rank has not called; the other ranks decide in their step.
+        """Update the scales of gradients whose step was not called, where all ranks have the same gradients.
 
         Returns:
             Whether they overflowed; reading that is a device sync.
         """
         self.awaits_step = False
-        if is_distributed() and self.ranks.overflow.agrees_in_steps:
-            if not self._gradients.state.agreed:
-                agree_on([self], checks_again=False)
-            self.has_own_checks = False
-        elif not (is_distributed() and self.ranks.overflow.has_groups):
+        if not self.ranks.groups:
             for scaler in self._pop_due():
-                if self.has_own_checks:
-                    # Only this rank's own gradients overflowed: the scale, which is that of all ranks, stays.
-                    scaler.found_inf = None
                 scaler.update()
         found_inf = self._gradients.state.found_inf
-        if found_inf is None or self.has_own_checks or is_capturing():
-            return False  # otherwise a rank that overflowed alone would count a skipped step that the others do not
+        if found_inf is None or is_capturing():
+            return False
         return bool(found_inf.item() > 0)
 
     def _pop_due(self) -> list[LossScaler]:
@@ -296,90 +264,6 @@ class GradientChecks:
                 "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
                 "them, after the optimizer was made?), or the loss makes no use of any"
             )
-
-
-def agree_on(several: Sequence[GradientChecks], due: Sequence[LossScaler] = (), checks_again: bool = True) -> None:
-    """Decide with all ranks whether the gradients of some optimizers overflowed, and update the scales that are due.
-
-    Args:
-        several: the checks of these optimizers; one collective is for all of them.
-        due: scales to update besides those that are due at the optimizers' steps.
-        checks_again: whether to check gradients that are new or were written to since their check.
-    """
-    for each in several if checks_again else ():
-        each._check_again()
-    pending = dict.fromkeys([*due, *(scaler for each in several for scaler in each._pop_due())])
-    if is_distributed():
-        overflow = several[0].ranks.overflow
-        overflow.agree([(each._members, each._gradients) for each in several], list(pending))
-        return
-    for scaler in pending:
-        scaler.update()
-
-
-def agree_silently(several: Sequence[GradientChecks]) -> None:
-    """Mark gradients as agreed on where DistributedDataParallel has made them the same on all ranks."""
-    if not (several and is_distributed()):
-        return
-    overflow = several[0].ranks.overflow
-    if overflow.groups() or overflow.is_alone or not overflow.agrees_after_backward():
-        return
-    for each in several:
-        state = each._gradients.state
-        if state.phase is Phase.UNSCALED and state.found_inf is not None:
-            each._gradients.apply(agreed, state.found_inf)
-
-
-class EndOfBlock(NamedTuple):
-    """The end of a ``scale_loss`` block in a process group.
-
-    Attributes:
-        is_reduced: whether gradients are reduced over ranks, so that overflow can be decided here.
-        agrees: whether ranks agree here.
-        keeps_checks: whether the results of earlier checks still count.
-    """
-
-    is_reduced: bool
-    agrees: bool = False
-    keeps_checks: bool = True
-
-
-ONE_PROCESS: Final = EndOfBlock(is_reduced=True)
-
-
-def end_of_block(own: Sequence[GradientChecks], scaler: LossScaler, delays: bool) -> EndOfBlock:
-    """Prepare for the end of a block in a process group.
-
-    Args:
-        own: the checks of the optimizers whose gradients the block has computed.
-        scaler: the scaler of the loss.
-        delays: whether more blocks of the same step follow.
-    """
-    ranks = own[0].ranks
-    is_reduced = not delays and ranks.overflow.agrees_after_backward()
-    if delays:
-        ranks.overflow.verdicts.postpone()
-    if is_reduced:
-        ranks.agree_under_pending()
-    agrees = is_reduced and ranks.overflow.has_groups
-    keeps_checks = not (is_reduced and not agrees and any(each.has_own_checks for each in own))
-    if not keeps_checks:
-        scaler.found_inf = None
-    for each in own:
-        each.has_own_checks = not is_reduced
-    return EndOfBlock(is_reduced, agrees, keeps_checks)
-
-
-def agree_beside(own: Sequence[GradientChecks]) -> None:
-    """Decide on gradients of other optimizers whose step was not called yet, if ranks agree in their steps.
-
-    This rank may have omitted a step in which the other ranks wait.
-    """
-    if own and own[0].ranks.overflow.agrees_in_steps:
-        others = [each for each in own[0]._all[:] if each.awaits_step and each not in own]
-        waiting = [each for each in others if not each._gradients.are_decided()]
-        if waiting:
-            agree_on(waiting)
 
 
 class ScaledWrites:

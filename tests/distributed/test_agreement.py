@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engines import CASE, assert_one, backward, mesh, mine, on_all_ranks, refused, sgd_of, sharded
+from engines import CASE, backward, mesh, mine, on_all_ranks, refused, sgd_of, sharded
 from models import Parts
 from processes import ranks
 from torch import Tensor, nn
@@ -112,25 +112,6 @@ def test_stages_skip_together(kind: str) -> None:
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer) == (step == 1)
         assert mpinit.loss_scale(optimizer) == (1024.0 if step == 0 else 512.0)
-
-
-@ranks(2, ("O2",), ("O5",))
-def test_parameters_outside_of_the_wrapper_skip_with_it(level: str) -> None:
-    model, head = CASE.build(), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([*model.parameters(), head], lr=0.1)
-    mpinit.initialize(model, optimizer, level, **(SCALED if level == "O2" else {"verbosity": 0}))
-    wrapped = DistributedDataParallel(model)
-    for step, (x, y) in enumerate(map(mine, CASE.batches(3))):
-        optimizer.zero_grad()
-        bad = step == 1 and dist.get_rank() == 1
-        with mpinit.scale_loss(CASE.loss(wrapped(x), y) + head.sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if bad:
-                assert head.grad is not None
-                head.grad.fill_(float("nan"))
-        optimizer.step()
-        assert mpinit.step_was_skipped(optimizer) == (step == 1)
-    assert_one(model)
 
 
 @ranks(2)

@@ -138,9 +138,11 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
     inside = CASE.build()
     wrapped = DistributedDataParallel(inside)
-    mpinit.initialize(inside, optimizer_of(inside), "O2")
+    optimizer = optimizer_of(inside)
+    mpinit.initialize(inside, optimizer, "O2")
+    wrapped(CASE.batches(1)[0][0]).sum().backward()
     with refused(RuntimeError, "made before mpinit.initialize", "wrap the model in DistributedDataParallel afterwards"):
-        wrapped(CASE.batches(1)[0][0])
+        optimizer.step()
     mpinit.undo(inside)
     with refused(ValueError, "DistributedDataParallel"):
         mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O5")

@@ -16,7 +16,6 @@ from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from undo_snapshots import end_dropped_sessions
 
 import mpinit
 
@@ -121,7 +120,7 @@ def test_older_wrapper_of_16_bit_weights_that_become_float32_is_refused() -> Non
 
 @ranks(2, ("O1",), long=[("O4",)])
 def test_older_wrapper_of_a_part_is_found(level: str) -> None:
-    """Ranks that were resumed with other scales agree at the first step."""
+    """And settings that differ by rank at the first step."""
     model = network()
     model[2] = DistributedDataParallel(model[2])
     model[0] = DistributedDataParallel(model[0])
@@ -185,36 +184,6 @@ def test_float32_reduction_of_parts(compiles: bool) -> None:
     assert_gradients(gradients_of(model), by_hand(x, BF16))
 
 
-@ranks(3, (False,), long=[(True,)])
-def test_float32_reduction_in_join(is_older: bool) -> None:
-    """Train ranks with two, one and no batches: gradients are divided by all ranks, and no rank is blocked."""
-    rank = dist.get_rank()
-    model = network().to(BF16 if is_older else torch.float32)
-    wrapped = DistributedDataParallel(model) if is_older else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    mpinit.initialize(model, optimizer, "O5")
-    wrapped = wrapped or DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
-    found = []
-    with wrapped.join():
-        for index in range((2, 1, 0)[rank]):
-            optimizer.zero_grad()
-            loss_of(wrapped(batch(rank, index))).backward()
-            found.append(gradients_of(model))
-            optimizer.step()
-    # By hand: zeros where a rank has no batch.
-    for index in range(2):
-        active = 2 - index
-        plain = network().to(BF16)
-        loss_of(plain(batch(rank, index).to(BF16)).float()).backward()
-        for place, parameter in enumerate(plain.parameters()):
-            assert parameter.grad is not None
-            mean = (parameter.grad.float() if rank < active else torch.zeros(parameter.shape)) / 3
-            dist.all_reduce(mean)
-            if rank < active:
-                assert torch.equal(found[index][place], mean.to(BF16).float()), (index, place)
-
-
 class Named(nn.Module):
     """Two layers, a frozen one, and two buffers."""
 
@@ -230,134 +199,87 @@ class Named(nn.Module):
         return self.last((self.first(x) + self.frozen(x)).tanh() * self.table + self.other)
 
 
-def told(model: Named, how: str) -> DistributedDataParallel:
-    """Wrap a model and leave some of its tensors out."""
-    more: dict[str, Any] = {}
+@ranks(2, ("O2", "", 8), ("O2", "ignored", 6), ("split", "init_sync", 8), long=[("O5", "delayed", 8), ("split", "", 8)])
+def test_float32_values_of_the_first_rank_are_sent(level: str, how: str, count: int) -> None:
+    """Those of all parameters, but for ignored ones, whatever DDP itself broadcasts."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = Named()
+    own = {name: value.detach().clone() for name, value in model.named_parameters()}
+    firsts = {name: value.clone() for name, value in own.items()}
+    for value in firsts.values():
+        dist.broadcast(value, 0)
+    optimizer = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.1)
+    mpinit.initialize(model, optimizer, **LEVELS[level])
+    more: dict[str, Any] = {"init_sync": False} if how == "init_sync" else {}
+    ignored = ["first.weight"] if how == "ignored" else []
     if how == "ignored":
-        ignored = ["first.weight", "frozen.weight", "table"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     elif how == "delayed":
         more["delay_all_reduce_named_params"] = [("first.weight", model.first.weight)]
         more["param_to_hook_all_reduce"] = model.first.bias
-    elif how == "delayed alone":
-        more["delay_all_reduce_named_params"] = [("first.weight", model.first.weight)]
-        more["param_to_hook_all_reduce"] = model.first.bias
-        more["init_sync"] = False
-    elif how:
-        more[how] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return DistributedDataParallel(model, **more)
+        wrapped = DistributedDataParallel(model, **more)
+    for name, master in zip(own, (value for key, value in model.state_dict().items() if key in own), strict=True):
+        if not name.startswith("frozen"):
+            assert torch.equal(master, own[name] if name in ignored else firsts[name]), name
+    if not ignored:
+        step(wrapped, optimizer, batch(rank))
+        engines.assert_one(list(mpinit.master_params(optimizer)))
 
 
-TOLD = ("", "ignored", "delayed", "delayed alone", "init_sync", "broadcast_buffers", "forward_sync_buffers")
-
-
-@ranks(
-    2,
-    *[("O2", how) for how in TOLD],
-    long=[(level, how) for level in ("O5", "split", "O3") for how in TOLD if (level, how[:7]) != ("O3", "delayed")],
-)
-def test_float32_values_are_sent_where_the_wrapper_sends(level: str, how: str) -> None:
-    """Exactly the tensors that plain DDP makes one have rank 0's float32 values; the others keep their own."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    model = Named()
-    own = copy.deepcopy(model.state_dict())
-    firsts = {name: value.clone() for name, value in own.items()}
-    for value in firsts.values():
-        dist.broadcast(value, 0)
-    plain = copy.deepcopy(model)
-    told(plain, how)
-    sent = {name for name, value in plain.state_dict().items() if torch.equal(value, firsts[name])}
-    sent = set(engines.on_all_ranks(sent)[1])
-    assert len(sent) == {"": 8, "ignored": 5, "delayed": 8, "delayed alone": 1, "init_sync": 0}.get(how, len(sent))
-    trained = [*model.first.parameters(), *model.last.parameters()]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    mpinit.initialize(model, optimizer, **LEVELS[level])
-    wrapped = told(model, how)
-    exact = level != "O3"
-    for name, value in model.state_dict().items():
-        expected = firsts[name] if name in sent else own[name]
-        if exact or not name.startswith(("first", "last")):
-            assert torch.equal(value, expected), name
-    # The values of a frozen weight and of a buffer are float32 again after an undo.
-    step(wrapped, optimizer, batch(rank))
-    mpinit.undo(model)
-    for name in ("frozen.weight", "frozen.bias", "table", "other"):
-        value = model.state_dict()[name]
-        # Without a first broadcast DDP sends rank 0's 16-bit buffers in each forward.
-        if name not in ("table", "other") or how not in ("init_sync", "delayed alone"):
-            assert torch.equal(value, firsts[name] if name in sent else own[name]), name
-
-
-@ranks(2)
-def test_wrapper_without_a_first_broadcast_exchanges_nothing_when_made() -> None:
-    """Check that it communicates like plain DDP; settings are compared at the first step."""
-    rank = dist.get_rank()
+@ranks(2, ("O2",), ("O5",), ("O1",))
+def test_join_is_refused_where_ranks_would_part(level: str) -> None:
+    """At the first step inside of it; without masters and a dynamic scale it works."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=256.0 * (1 + rank)))
-    wrapped: Any = None
-    # A rank may make it later than the other.
-    if rank == 0:
-        wrapped = DistributedDataParallel(model, init_sync=False)
-    dist.barrier()
-    if rank == 1:
-        wrapped = DistributedDataParallel(model, init_sync=False)
-    with engines.refused(ValueError, "loss_scale is DynamicLossScale(init=256.0"):
-        step(wrapped, optimizer, batch(rank))
-
-
-@ranks(3)
-def test_end_of_join_sends_what_the_wrapper_sends() -> None:
-    """Send from the rank with most batches; ignored tensors keep each rank's own float32 values."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = Named()
-    optimizer = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=SCALE))
-    wrapped = told(model, "ignored")
-    with torch.no_grad():
-        model.state_dict()["first.weight"].add_(rank * 1e-5)
-    with wrapped.join():
-        for index in range(rank):
-            step(wrapped, optimizer, batch(rank, index))
-    state = model.state_dict()
-    engines.assert_one([state[name] for name in ("first.bias", "last.weight", "last.bias", "other")])
-    parted = engines.on_all_ranks(state["first.weight"])
-    assert not any(torch.equal(parted[0], each) for each in parted[1:])
+    mpinit.initialize(model, optimizer, level, loss_scale=1.0 if level == "O1" else None)
+    wrapped = DistributedDataParallel(model)
+    refusal = contextlib.nullcontext() if level == "O1" else engines.refused(RuntimeError, "join()", "drop_last=True")
+    with refusal, wrapped.join():
+        for index in range(3 - dist.get_rank()):
+            step(wrapped, optimizer, batch(dist.get_rank(), index))
+    if level == "O1":
+        engines.assert_one(model)
 
 
 @ranks(2)
-def test_class_is_as_before_when_sessions_have_ended() -> None:
-    """Check that methods of the class are patched while a session lives, in any order of undos."""
-    end_dropped_sessions()
-    before = {name: getattr(DistributedDataParallel, name) for name in ("__init__", "_pre_forward", "join_hook")}
-    models = [mpinit.initialize(network(), opt_level="O5") for _ in range(3)]
-    for index in (0, 2, 1):
-        assert DistributedDataParallel.__init__ is not before["__init__"]
-        mpinit.undo(models[index])
-    assert {name: getattr(DistributedDataParallel, name) for name in before} == before
+def test_weights_outside_of_the_wrapper_need_a_process_group() -> None:
+    """Their gradients differ by rank, and so does an overflow in them."""
+    for given in ({}, {"process_group": dist.group.WORLD}):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, "O2", **given)
+        wrapped = DistributedDataParallel(model[0])
+        for index in range(3):
+            bad = index == 1 and dist.get_rank() == 1
+            optimizer.zero_grad()
+            loss = loss_of(model[2](wrapped(batch(0, index)))) * (float("inf") if bad else 1.0)
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if not given:
+                with engines.refused(RuntimeError, "'2.weight' is trained", "process_group"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            assert mpinit.step_was_skipped(optimizer) == bool(index == 1)
+            engines.assert_one(model)
 
 
-# The batches of each rank: as many, or fewer and none, inside of join().
-JOINS = {"": (3, 3), "all ranks": (3, 1), "ranks with batches": (2, 0)}
 AGES, REDUCES = ("newer", "older"), ("", "float32")
 MATRIX = [
-    (age, how, joins, level, reduces)
-    for age, how, joins, level, reduces in itertools.product(AGES, ORDERS, JOINS, LEVELS, REDUCES)
-    if level in (*engines.DTYPES, "O1", "O4")
-    # A communication hook divides by all ranks.
-    and (not reduces or (level in ("O2", "O5", "split") and joins != "ranks with batches"))
+    (age, how, level, reduces)
+    for age, how, level, reduces in itertools.product(AGES, ORDERS, LEVELS, REDUCES)
+    if level in (*engines.DTYPES, "O1", "O4") and (not reduces or level in ("O2", "O5", "split"))
 ]
 # Neighbours differ in every axis.
 CHOSEN = MATRIX[::11]
 
 
-def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
+def trained_by_hand(level: str, reduces: str) -> list[Tensor]:
     """Train without mpinit and without a wrapper: gradients are averaged one by one, in the type that DDP sums in."""
-    rank, counts = dist.get_rank(), JOINS[joins]
+    rank = dist.get_rank()
     dtype, scale = engines.DTYPES.get(level), engines.first_scale(LEVELS[level])
     model = network()
     masters = weights = dict(model.named_parameters())
@@ -369,16 +291,13 @@ def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
     if dtype is not None:
         runs = engines.CastByHand(model, dtype, casts_weights=level == "model")
     optimizer = torch.optim.SGD(masters.values(), lr=0.1, momentum=0.9)
-    for index in range(max(counts)):
+    for index in range(3):
         model.zero_grad()
-        has_batch = index < counts[rank]
-        (loss_of(runs(batch(rank, index))) * (scale if has_batch else 0.0)).backward()
-        active = sum(index < count for count in counts)
-        divisor = active if joins == "ranks with batches" else 2
+        (loss_of(runs(batch(rank, index))) * scale).backward()
         for weight, master in zip(weights.values(), masters.values(), strict=True):
             assert weight.grad is not None
             gradient = weight.grad.float() if reduces else weight.grad
-            gradient = gradient * (1 / divisor)
+            gradient = gradient * 0.5
             dist.all_reduce(gradient)
             master.grad = gradient.to(weight.dtype).to(master.dtype) / scale
         optimizer.step()
@@ -387,9 +306,10 @@ def trained_by_hand(level: str, joins: str, reduces: str) -> list[Tensor]:
 
 
 @ranks(2, *CHOSEN[:: len(CHOSEN) // 4], long=CHOSEN, nightly=MATRIX)
-def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: str) -> None:
+def test_cell_of_wrappers(age: str, how: str, level: str, reduces: str) -> None:
     """Compare with a loop by hand, O1 and O4 with float32, on all ranks; or all ranks refuse."""
-    rank, counts = dist.get_rank(), JOINS[joins]
+    rank = dist.get_rank()
+    torch.compiler.reset()  # graphs of another test's model of this class would be used again
     model = network()
     found = compiled(model, how, DistributedDataParallel) if age == "older" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -399,9 +319,8 @@ def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: s
         wrapped.register_comm_hook(None, mpinit.float32_allreduce_hook)
 
     def train() -> None:
-        with wrapped.join(joins != "ranks with batches") if joins else contextlib.nullcontext():
-            for index in range(counts[rank]):
-                step(run, optimizer, batch(rank, index))
+        for index in range(3):
+            step(run, optimizer, batch(rank, index))
 
     if age == "older" and level in ("O2", "O5", "split"):
         start = time.monotonic()
@@ -411,10 +330,10 @@ def test_cell_of_wrappers(age: str, how: str, joins: str, level: str, reduces: s
         assert engines.on_all_ranks("alive") == ["alive"] * 2
         return
     train()
-    assert mpinit.step_counts(optimizer) == (counts[rank], 0)
+    assert mpinit.step_counts(optimizer) == (3, 0)
     ours = list(model.state_dict().values())
     engines.assert_one([*ours, torch.tensor([mpinit.loss_scale(optimizer)])])
-    expected = trained_by_hand(level, joins, reduces)
+    expected = trained_by_hand(level, reduces)
     for mine, theirs in zip(ours, expected, strict=True):
         tolerance = 0.0 if level in engines.DTYPES else 2e-2
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
