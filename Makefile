@@ -9,11 +9,10 @@
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
 #   make package    build, check and try the wheel and the source archive, in runs/package/
-#   make lines      count lines, Python and C++; there is no limit
+#   make lines      count lines of Python, by folder
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
-#   make bench-loops  loops with clipping, schedulers, averages, over the same by hand
 #   make clean      remove .venv, .venv-newest, .venv-oldest and what runs have left
 
 PYTHON ?= python3
@@ -113,8 +112,8 @@ package: $(VENV)/.dev
 	$(PY) .ci/package.py runs/package
 
 lines:
-	@for folder in mpinit tests; do for kind in py cpp h; do \
-		printf "%7d lines of %s in $$folder\n" $$(find $$folder -name "*.$$kind" -exec cat {} + | wc -l) $$kind; done; done
+	@for folder in mpinit/*/ tests/*/ mpinit tests benchmarks docs examples; do \
+		printf "%7d  %s\n" $$(find $$folder -name "*.py" -exec cat {} + | wc -l) $$folder; done
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
