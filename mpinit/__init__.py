@@ -48,7 +48,7 @@ from .inspect.explain import explain
 from .inspect.fidelity import fidelity
 from .inspect.overflow import overflow_report, watch_overflow
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "OPT_LEVELS",
