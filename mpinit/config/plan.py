@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,21 +21,12 @@ CastPolicy = Literal["torch", "apex"]
 
 
 class MasterWeightsMode(enum.Enum):
-    """The way in which float32 masters of 16-bit weights are stored."""
+    """The way in which float32 masters of 16-bit weights are stored, as ``master_weights`` has it."""
 
-    NONE = enum.auto()
-    FULL = enum.auto()
-    SPLIT = enum.auto()
-    IN_MODEL = enum.auto()
-
-
-_MASTERS: Final[dict[bool | str | None, MasterWeightsMode]] = {
-    None: MasterWeightsMode.NONE,
-    False: MasterWeightsMode.NONE,
-    True: MasterWeightsMode.FULL,
-    "split": MasterWeightsMode.SPLIT,
-    "model": MasterWeightsMode.IN_MODEL,
-}
+    NONE = None
+    FULL = True
+    SPLIT = "split"
+    IN_MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ def make_plan(props: Properties, cast_policy: CastPolicy = "torch") -> Plan:
         computes=KeepRule(props.compute_fp32 if props.lower_precision_type is not None else ()),
         function_dtype=props.patch_torch_functions_type or torch.float16,
         cast_policy=cast_policy,
-        masters=_MASTERS[props.master_weights] if casts_weights else MasterWeightsMode.NONE,
+        masters=MasterWeightsMode(props.master_weights or None) if casts_weights else MasterWeightsMode.NONE,
         loss_scale=props.scaling(),
     )
 

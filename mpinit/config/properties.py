@@ -178,6 +178,7 @@ class Properties(BaseModel):
 def _contradiction(props: Properties) -> str | None:
     """Return what contradicts what, and what to do; None where all sides agree."""
     cast, masters, functions = props.cast_model_type, props.master_weights, props.patch_torch_functions
+    o1 = f"patch_torch_functions={functions!r} (O1)"
     props.scaling()
     if props.patch_torch_functions_type is None or not is_lower_precision(props.patch_torch_functions_type):
         return (
@@ -186,51 +187,44 @@ def _contradiction(props: Properties) -> str | None:
         )
     if functions and props.casts_to_16_bit:
         return (
-            f"cast_model_type={cast} contradicts patch_torch_functions={functions!r} (O1): patched functions cast "
-            "float32 weights as they use them, so the weights must stay float32. For 16-bit weights use "
-            "opt_level='O2' or 'O3' without patch_torch_functions; for 16-bit functions use opt_level='O1' without "
-            f"cast_model_type and set patch_torch_functions_type={cast}"
+            f"cast_model_type={cast} contradicts {o1}, whose functions cast float32 weights as they use them. For "
+            "16-bit weights use opt_level='O2' or 'O3'; for 16-bit functions opt_level='O1' without cast_model_type, "
+            f"and patch_torch_functions_type={cast}"
         )
     if functions and masters:
         return (
-            f"master_weights={masters!r} contradicts patch_torch_functions={functions!r} (O1): there the weights are "
-            "float32 already and need no masters. Drop master_weights, or use opt_level='O2' for 16-bit weights with "
-            "float32 masters"
+            f"master_weights={masters!r} contradicts {o1}, where weights are float32 and need no masters. Drop "
+            "master_weights, or use opt_level='O2' for 16-bit weights with float32 masters"
         )
     if functions and props.keep_batchnorm_fp32 is False:
         return (
-            f"keep_batchnorm_fp32=False contradicts patch_torch_functions={functions!r} (O1): there all weights are "
-            "float32, those of BatchNorm too. Drop keep_batchnorm_fp32, or use opt_level='O3' for a model that is "
-            "16-bit throughout"
+            f"keep_batchnorm_fp32=False contradicts {o1}, where all weights are float32, those of BatchNorm too. Drop "
+            "keep_batchnorm_fp32, or use opt_level='O3' for a model that is 16-bit throughout"
         )
     if masters == "split" and cast is not torch.bfloat16:
         return (
             f'master_weights="split" contradicts cast_model_type={cast}: only a bfloat16 weight is the upper half of '
-            "its float32 master, so only there does a 16-bit remainder complete it. Use cast_model_type=torch.bfloat16 "
-            "(or opt_level='O5'), or master_weights=True for full float32 masters"
+            "its float32 master. Use cast_model_type=torch.bfloat16 (or opt_level='O5'), or master_weights=True"
         )
     if masters == "model" and not props.casts_to_16_bit:
         return (
-            f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
-            "to a 16-bit type, and none is set. Use opt_level='O2' or 'O5', or set cast_model_type=torch.bfloat16"
+            f'master_weights="model" contradicts cast_model_type={cast}: forwards cast the parameters to a 16-bit '
+            "type, and none is set. Use opt_level='O2' or 'O5', or cast_model_type=torch.bfloat16"
         )
     if props.grad_dtype not in (None, torch.float32):
-        return (
-            f"grad_dtype={props.grad_dtype} is not float32: use torch.float32, or None for gradients as autograd makes "
-            "them"
-        )
-    if props.casts_to_16_bit and not masters:
+        return f"grad_dtype={props.grad_dtype} is neither torch.float32 nor None (gradients as autograd makes them)"
+    if cast is not None and props.casts_to_16_bit and not masters:
+        # Without masters an optimizer steps 16-bit weights, with state and gradients of their dtype.
+        way_out = 'Use master_weights=True, or "split" in bfloat16'
         if props.grad_dtype is not None:
             return (
-                f"grad_dtype={props.grad_dtype} contradicts master_weights={masters}: without float32 masters a step "
-                f'updates {cast} weights by gradients of their own type. Use master_weights=True, or "split" in '
-                "bfloat16"
+                f"grad_dtype={props.grad_dtype} contradicts master_weights={masters}, where a step uses gradients of "
+                f"the weights' dtype, {dtype_name(cast)}. {way_out}"
             )
         if props.optimizer_state != "float32":
             return (
-                f'optimizer_state="{props.optimizer_state}" contradicts master_weights={masters}: without float32 '
-                f"masters an optimizer's state has the weights' dtype, {cast}, and only float32 state is encoded. Use "
-                'master_weights=True, or "split" in bfloat16, or omit optimizer_state'
+                f'optimizer_state="{props.optimizer_state}" contradicts master_weights={masters}, where state has the '
+                f"weights' dtype, {dtype_name(cast)}, and only float32 state is encoded. {way_out}"
             )
     return None
 
