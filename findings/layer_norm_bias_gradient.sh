@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Packages: torch==2.13.0, numpy
-# What happens: on a CPU the gradient of LayerNorm's bias is added over rows in the parameters' dtype: with 5,000 rows
-# of gradient 1 it is 256 in bfloat16 and 2,048 in float16 for each thread. The weight of RMSNorm, and the biases of
-# Linear and BatchNorm, sum the same gradients right. With float32 parameters LayerNorm is right, too.
-# Why it hurts: a model that was cast with .bfloat16() trains its LayerNorm biases with a fraction of their gradients
-# as soon as a batch has more than a few hundred tokens, and only these: losses fall, and nothing shows it. Keep
-# LayerNorm's parameters in float32.
-# Guess before the run: all bias gradients are sums in float32 that are rounded once: 4,992 in bfloat16, 5,000 in
-# float16.
+# What happens: on a CPU the gradient of LayerNorm's bias is added over rows in the input's dtype: with 5,000 rows of
+# gradient 1 it is 256 in bfloat16 and 2,048 in float16, for each thread, also where the bias itself is float32. The
+# biases of Linear and BatchNorm, and RMSNorm's weight, sum the same gradients right.
+# Why it hurts: a 16-bit model trains its LayerNorm biases with a fraction of their gradients as soon as a batch has
+# more than a few hundred tokens, and only these; float32 parameters of the norm do not help. Only a float32 input
+# does, as autocast makes it.
+# Guess before the run: all bias gradients are sums in float32 that are rounded once: 4,992 in bfloat16 and 5,000 in
+# float16; with float32 parameters 5,000.
 # Output seen on 2026-11-28: bfloat16: layer_norm 256.0, linear 4992.0; float16: layer_norm 2048.0, linear 5000.0;
-# bfloat16 input, float32 parameters: 5000.0 (one thread)
+# bfloat16 input and float32 parameters: layer_norm 256.0; float32 input: 5000.0 (one thread)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -43,7 +43,7 @@ for dtype, stop in ((torch.bfloat16, 256), (torch.float16, 2_048)):
     found = gradient(norm, dtype), gradient(linear, dtype)
     print(dtype, "layer_norm", found[0], "linear", found[1])
     right &= found[0] == stop and found[1] > 4_900
-wide = gradient(norm, torch.bfloat16, torch.float32)
-print("bfloat16 input, float32 parameters: layer_norm", wide)
-sys.exit(not (right and wide == rows))
+mixed, wide = gradient(norm, torch.bfloat16, torch.float32), gradient(norm, torch.float32)
+print("bfloat16 input, float32 parameters:", mixed, "float32 input:", wide)
+sys.exit(not (right and mixed == 256 and wide == rows))
 PY
