@@ -29,7 +29,7 @@ from .masters.full import FullMasters
 from .masters.masters import IN_FLOAT32, Master
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
-from .model import casting, forward, selection, state_dict
+from .model import casting, copies, forward, selection, state_dict
 from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
 from .model.input_values import InputWarnings
@@ -91,6 +91,7 @@ class Session:
         self.is_live = False
         self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
+        self.copies = copies.Float32Copies(None)
         written = WrittenBuffers()
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers, written)
         self.step_guard = StepGuard(self.values, plan.makes_masters)
@@ -147,8 +148,16 @@ class Session:
             known = weakref.ref(self)
             encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         if selected.has_16_bit:
-            in_model = plan.masters is MasterWeightsMode.IN_MODEL
-            float32_state = state_dict.Float32State(self.values, in_model)
+            unchanged = [
+                id(tensor) for _, tensor in (*index.parameters, *index.buffers) if tensor.dtype in LOWER_PRECISION
+            ]
+            self.copies = copies.Float32Copies(self.values, frozenset(unchanged))
+            for optimizer in self.optimizers:
+                copies.set_on_optimizer(optimizer, self.copies, self._undos)
+        push(partial(copies.remove_all, self.models))
+        copies.set_methods(index.names, self.copies, refuses_conversion=selected.has_16_bit)
+        if selected.has_16_bit:
+            float32_state = state_dict.Float32State(self.values, self.copies)
             push(float32_state.remove)
             float32_state.install(self.models, index.names)
             hide_gradients(self.models, self._undos)
@@ -317,6 +326,7 @@ class Session:
                 failed.push(_restore_states([optimizer]))
                 failed.push(undos.unwind)
                 self.managed.add(optimizer, self.selection.has_16_bit, undos, owner=self)
+                copies.set_on_optimizer(optimizer, self.copies, undos)
                 plain = [p for p in parameters_of([optimizer]) if p not in original_dtypes]
                 casts: dict[Any, Any] = {
                     p: (self.values.casts.original_dtype(p), p.dtype)

@@ -130,25 +130,12 @@ class Models(Sequence[nn.Module]):
 
 
 class OfModule:
-    """Base class of objects that are stored on a module and refer to it weakly.
-
-    In a deep copy or an unpickled module they refer to the copy.
-    """
+    """Base class of objects that are stored on a module and refer to it weakly; copies of the module have none."""
 
     __slots__ = ("__weakref__", "_module")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-
-    def move_to(self, module: nn.Module) -> None:
-        """Refer to another module."""
-        self._module = weakref.ref(module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def module(self) -> nn.Module:

@@ -19,7 +19,6 @@ from .. import amp, registry
 from ..basics.trees import tensors_in
 from ..config.plan import CastPolicy
 from ..initialization import start
-from ..model.forward import unpatch_copy
 from ..session import Session
 from ..torch_internals.native_autocast import device_types
 
@@ -67,7 +66,6 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and only a copy would be run: "
             f"{advice}"
         ) from error
-    unpatch_copy(clone)
     return clone
 
 

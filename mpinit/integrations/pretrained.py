@@ -49,9 +49,6 @@ class _SavePretrained(OfModule):
         super().__init__(module)
         self.dtype = dtype
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "dtype": self.dtype() if callable(self.dtype) else self.dtype}
-
     def __call__(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         model: Any = self.module
         wanted = self.dtype() if callable(self.dtype) else self.dtype

@@ -304,13 +304,6 @@ class Boundary:
             return output.to(output_dtype) if output.is_floating_point() else output
         return TreeCast(output_dtype, {id(passed): tensor} if keeps_identity else None)(output)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no session. At O1 it casts nothing of its own: without a session, torch's functions have no
-        # wrappers that keep softmax and norms in float32.
-        state = {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
-        is_o1 = self.casts is not None and self.casts.dtype is not None
-        return state | dict.fromkeys(("inner_dtype", "output_dtype", "casts")) if is_o1 else state
-
 
 # (dtype of the tensor, dtype of the cast) -> the largest number of the latter; absent if no number can overflow. The
 # dict is complete from the beginning, because torch.compile would recompile a forward after an entry was added.

@@ -1,21 +1,24 @@
-"""Copies and conversions of initialised models: ``copy.deepcopy`` makes a float32 model, ``.half()`` is refused.
+"""Copies of initialised models are plain float32 models, as after ``undo``; conversions (``.half()``) are refused.
 
-A deep copy is often an average of the weights, or is evaluated. It has the masters' values, and belongs to no session.
-Without masters (O3) it is 16-bit, as the model is.
+``copy.deepcopy``, ``pickle``, ``torch.save(model)``, cloudpickle, dill, and processes that are spawned copy an object
+by its ``__deepcopy__`` or ``__reduce_ex__``. The modules and optimizers of a session have these two as attributes. A
+module is copied without the patches and hooks of mpinit, and 16-bit tensors are copied as float32 ones.
 """
 
 import copy
+import types
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from types import MethodType
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ..basics.dtypes import is_lower_precision
-from ..basics.modules import own_tensors
+from ..basics.modules import modules_of, own_tensors
+from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
 from .float32_values import Float32Values
@@ -23,118 +26,189 @@ from .forward import patched_forward
 from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit
 
+_DEEPCOPY, _REDUCE, _APPLY = "__deepcopy__", "__reduce_ex__", "_apply"
+_PACKAGE: Final = __name__.partition(".")[0]
 
-@dataclass(frozen=True, eq=False)
-class Originals:
-    """The float32 values of a session's models, from which copies are made.
 
-    Attributes:
-        has_float32_weights: whether the session has ``master_weights="model"``, so that parameters are float32.
-        key: the key of the session's hooks in modules; the other hook has its negative.
+class Float32Copies:
+    """The copies that are made of a session's 16-bit tensors.
+
+    Args:
+        values: the float32 values of the tensors; None where no tensor is cast, as at O1.
+        unchanged: the ids of tensors that were 16-bit before ``initialize``: without a master they stay it.
     """
 
-    values: Float32Values
-    has_float32_weights: bool
-    key: int
+    def __init__(self, values: Float32Values | None, unchanged: Collection[int] = ()) -> None:
+        self._values, self._unchanged = values, unchanged
+        # The id of a tensor -> its copy in the pickle that is being made, which keeps it alive.
+        self._in_pickle: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def copies_are_float32(self) -> bool:
-        """Return whether deep copies of the models are float32: the models have masters, or float32 weights."""
-        return self.has_float32_weights or len(self.values.masters) > 0
+    def apply_writes(self) -> None:
+        """Round what users wrote to float32 values into the weights."""
+        if self._values is not None:
+            self._values.apply_writes()
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 values of a 16-bit tensor; None if it has no other values, or is not 16-bit."""
-        if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
-            return parameter.detach()  # the copy is made inside of a forward, where the tensor is a cast
-        return self.values.of(tensor) if is_lower_precision(tensor.dtype) else None
+    def deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
+        """Put a copy into the memo of a ``copy.deepcopy``."""
+        if not is_16_bit(tensor) or self._values is None or is_sharded(tensor):
+            return
+        known = memo.get(id(tensor))
+        if known is None:
+            memo[id(tensor)] = self._copy(tensor)
+        elif is_16_bit(known) and tensor.dtype == known.dtype:
+            known.grad, known.data = None, self._copy(tensor).detach()  # it was copied as a part of another object
+
+    def in_pickle(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy to pickle: the same one for all places of the tensor in one pickle."""
+        if not is_16_bit(tensor) or self._values is None or is_sharded(tensor):
+            return tensor
+        known = self._in_pickle.get(id(tensor))
+        copied = None if known is None else known()
+        if copied is None:
+            copied = self._copy(tensor)
+            self._in_pickle[id(tensor)] = weakref.ref(copied)
+        return copied
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        wide = None if self._values is None else self._values.of(tensor)
+        stays = wide is None and id(tensor) in self._unchanged
+        dtype = tensor.dtype if stays else torch.float32 if wide is None else wide.dtype
+        wide = (tensor if wide is None else wide).detach().to(dtype, copy=True)
+        return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
-class _Method(OfModule):
-    """A method that is set on a module. In copies and unpickled modules it calls the method of the module's class.
-
-    Attributes:
-        originals: the originals of the session; None in copies and unpickled modules.
-        is_of_copy: whether the module was a copy, or was unpickled, before it was initialised: the undo restores the
-            method that it had.
-    """
-
-    is_of_copy = False
-
-    def __init__(self, module: nn.Module, originals: Originals | None) -> None:
-        self._module = weakref.ref(module)
-        self.originals = originals
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "originals": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _Method.__init__(self, **state)
-
-
-class DeepCopy(_Method):
+class _ModuleCopies(OfModule):
     """A module's ``__deepcopy__``; its method :meth:`reduce` is the module's ``__reduce_ex__``."""
 
-    def reduce(self, protocol: Any) -> Any:
-        """Apply pending writes before the module is pickled, as by ``torch.save(model)``."""
-        if self.originals is not None:
-            self.originals.values.apply_writes()
-        return type(self.module).__reduce_ex__(self.module, protocol)
+    __slots__ = ("copies",)
+
+    def __init__(self, module: nn.Module, copies: Float32Copies) -> None:
+        super().__init__(module)
+        self.copies = copies
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        originals = self.originals
-        if originals is not None:
-            originals.values.apply_writes()
-        if originals is None or not originals.copies_are_float32():
-            return self._as_it_is(memo)
-        for _, tensor in own_tensors(self.module):
-            known = memo.get(id(tensor))
-            if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
-                copied_tensor = _float32_copy(tensor, originals.of(tensor))
-                if known is None:
-                    memo[id(tensor)] = copied_tensor
-                else:
-                    # The optimizer was copied first, and the parameter with it.
-                    known.grad, known.data = None, copied_tensor.data
-        copied = self._as_it_is(memo)
-        remove_hooks(copied, originals.key, originals)
-        vars(copied)["_apply"] = Conversion(copied, None)
-        # The copy's inputs are cast to float32, as those of a module that keep_fp32 names.
-        for patched in filter(None, map(patched_forward, vars(copied).values())):
-            patched.boundary.inner_dtype = torch.float32
-        return copied
-
-    def _as_it_is(self, memo: dict[int, Any]) -> nn.Module:
-        own: Callable[..., nn.Module] | None = getattr(type(self.module), "__deepcopy__", None)
+        plain = self._plain()
+        for tensor in _tensors_of(plain):
+            self.copies.deep_copy(tensor, memo)
+        memo.setdefault(id(memo), []).append(plain)  # as copy.deepcopy does, so that no other object gets its id
+        own: Callable[..., nn.Module] | None = getattr(type(plain), _DEEPCOPY, None)
         if own is not None:
-            return own(self.module, memo)
+            return own(plain, memo)
         # copy.deepcopy does the same for an object without __deepcopy__.
-        copied: nn.Module = copy._reconstruct(self.module, memo, *self.module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        copied: nn.Module = copy._reconstruct(self.module, memo, *plain.__reduce_ex__(4))  # type: ignore[attr-defined]
         return copied
 
+    def reduce(self, protocol: Any) -> Any:
+        """Return what pickle stores of the module; ``copy.copy`` calls this, too."""
+        plain = self._plain()
+        for tensors in (plain._parameters, plain._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = None if tensor is None else self.copies.in_pickle(tensor)  # type: ignore[assignment]
+        plain._forward_pre_hooks = _HooksOfShallowCopy(plain._forward_pre_hooks)
+        return plain.__reduce_ex__(protocol)
 
-def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-    wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
-    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+    def _plain(self) -> nn.Module:
+        """Return an object of the module's class with its attributes, but without those of mpinit."""
+        self.copies.apply_writes()
+        module, plain = self.module, object.__new__(type(self.module))
+        for name, value in vars(module).items():
+            kept: Any = value
+            while (patch := patched_forward(kept)) is not None:
+                kept = patch.inner  # the module's own method as an attribute, or None
+            if kept is not value and kept is None:
+                continue
+            if isinstance(kept, OfModule) or isinstance(getattr(kept, "__self__", None), OfModule):
+                continue  # another method that was set on the module
+            if name.endswith("_hooks") and isinstance(value, dict):
+                kept = type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+            elif name in ("_parameters", "_buffers"):
+                kept = type(value)((own, _present(each)) for own, each in value.items())
+            vars(plain)[name] = kept
+        return plain
 
 
-class Conversion(_Method):
+class _OptimizerCopies:
+    """An optimizer's ``__deepcopy__``; its method :meth:`reduce` is the optimizer's ``__reduce_ex__``."""
+
+    def __init__(self, optimizer: Optimizer, copies: Float32Copies) -> None:
+        self._optimizer, self._copies = weakref.ref(optimizer), copies
+
+    def __call__(self, memo: dict[int, Any]) -> Optimizer:
+        optimizer = self._present()
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                self._copies.deep_copy(weight, memo)
+        reduced = type(optimizer).__reduce_ex__(optimizer, 4)
+        copied: Optimizer = copy._reconstruct(optimizer, memo, *reduced)  # type: ignore[attr-defined]
+        return copied
+
+    def reduce(self, protocol: Any) -> Any:
+        """Return what pickle stores of the optimizer: float32 weights, and the state of each."""
+        optimizer = self._present()
+        reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
+        function, arguments, state, *more = reduced
+        copied = self._copies.in_pickle
+        groups = [{**group, "params": list(map(copied, group["params"]))} for group in optimizer.param_groups]
+        states = copy.copy(optimizer.state)
+        states.clear()
+        for key, value in optimizer.state.items():
+            states[copied(key) if isinstance(key, torch.Tensor) else key] = value
+        return function, arguments, {**state, "param_groups": groups, "state": states}, *more
+
+    def _present(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "a method of an optimizer is called while the optimizer is alive"
+        self._copies.apply_writes()
+        return optimizer
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for _, tensor in own_tensors(module)]
+
+
+class _HooksOfShallowCopy(OrderedDict[int, Any]):
+    """The forward pre-hooks of a module, and one that refuses the forward; pickled and deep-copied without that one.
+
+    A shallow copy has the parts of the model itself, and tensors of its own.
+    """
+
+    def __init__(self, hooks: Mapping[int, Any]) -> None:
+        super().__init__(hooks)
+        self[-1] = _refuse_shallow_copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, ([(key, hook) for key, hook in self.items() if hook is not _refuse_shallow_copy],)
+
+
+def _refuse_shallow_copy(module: nn.Module, _: Any) -> None:
+    raise RuntimeError(
+        f"this {type(module).__name__} is a shallow copy (copy.copy) of an initialised model, whose parts would be "
+        "those of the model itself: use copy.deepcopy(model) for a float32 copy, or the model"
+    )
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the parameter in whose place a forward has put a cast; any other tensor as it is."""
+    parameter = parameter_of(tensor) if ACTIVE_CASTS and tensor is not None else None
+    return tensor if parameter is None else parameter
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a hook was registered by mpinit."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    kind = owner if isinstance(owner, types.FunctionType) else type(owner)
+    return str(kind.__module__).partition(".")[0] == _PACKAGE
+
+
+class Conversion(OfModule):
     """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and similar methods all call."""
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        module = self.module
-        if self.originals is not None:
-            _check_conversion(module, fn)
-        before = _dtypes(module) if self.originals is None else []
-        converted: nn.Module = type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.originals is None and _dtypes(module) != before:
-            # Its inputs would be cast to the dtype of before. A converted copy is an ordinary module.
-            for patched in (patched_forward(each) for part in module.modules() for each in vars(part).values()):
-                if patched is not None and patched.boundary.cast_inputs:
-                    patched.boundary.retire()
+        _check_conversion(self.module, fn)
+        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         return converted
-
-
-def _dtypes(module: nn.Module) -> list[torch.dtype]:
-    return [tensor.dtype for part in module.modules() for _, tensor in own_tensors(part)]
 
 
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -167,51 +241,45 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-_KINDS: Final[tuple[tuple[str, type[_Method]], ...]] = (("__deepcopy__", DeepCopy), ("_apply", Conversion))
-_REDUCE: Final = "__reduce_ex__"
-
-
-def set_methods(modules: Iterable[nn.Module], originals: Originals | None) -> None:
-    """Make copies of modules float32, apply pending writes before they are pickled, and refuse their conversions."""
+def set_methods(modules: Iterable[nn.Module], copies: Float32Copies, refuses_conversion: bool) -> None:
+    """Let copies of modules be plain, and refuse conversions of modules that have 16-bit tensors."""
     for module in modules:
-        for name, kind in _KINDS:
-            present = vars(module).get(name)
-            if present is None:
-                vars(module)[name] = kind(module, originals)
-            elif isinstance(present, kind) and present.originals is None:
-                made = vars(module)[name] = kind(module, originals)
-                made.is_of_copy = True
-        # No call of a function for each module: models have thousands.
-        deep_copy = vars(module)["__deepcopy__"]
-        if _REDUCE in vars(module):
-            _set_reduce(module)
-        elif isinstance(deep_copy, DeepCopy):
-            vars(module)[_REDUCE] = deep_copy.reduce
+        own = vars(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its copies are made in C++
+        if _DEEPCOPY not in own:
+            method = own[_DEEPCOPY] = _ModuleCopies(module, copies)
+            own.setdefault(_REDUCE, method.reduce)
+        if refuses_conversion:
+            own.setdefault(_APPLY, Conversion(module))
 
 
-def _set_reduce(module: nn.Module) -> None:
-    """Make pickling call :meth:`DeepCopy.reduce`, unless the module has a ``__reduce_ex__`` as an attribute."""
+def set_on_optimizer(optimizer: Optimizer, copies: Float32Copies, undos: UndoStack) -> None:
+    """Let copies of an optimizer have float32 weights."""
+    if not {_DEEPCOPY, _REDUCE} & vars(optimizer).keys():
+        method = _OptimizerCopies(optimizer, copies)
+        undos.set_attribute(optimizer, _DEEPCOPY, method)
+        undos.set_attribute(optimizer, _REDUCE, method.reduce)
+
+
+def remove_methods(module: nn.Module) -> None:
+    """Remove the methods of :func:`set_methods` from a module."""
     own = vars(module)
-    present, deep_copy = own.get(_REDUCE), own.get("__deepcopy__")
-    if isinstance(deep_copy, DeepCopy) and (present is None or _is_reduce(present)):
-        own[_REDUCE] = deep_copy.reduce
-    elif _is_reduce(present):
-        del own[_REDUCE]
+    for name in (_DEEPCOPY, _REDUCE, _APPLY):
+        if isinstance(getattr(own.get(name), "__self__", own.get(name)), (_ModuleCopies, Conversion)):
+            del own[name]
 
 
-def _is_reduce(method: Any) -> bool:
-    return isinstance(method, MethodType) and method.__func__ is DeepCopy.reduce
+def remove_all(models: Iterable[nn.Module]) -> None:
+    """Remove the methods from all modules of models."""
+    for model in models:
+        for module in modules_of(model):
+            remove_methods(module)
 
 
-def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> None:
-    """Remove the methods of :func:`set_methods`, and the session's state-dict hooks, from a module or a copy of it."""
-    for name, kind in _KINDS:
-        found = vars(module).get(name)
-        if isinstance(found, kind) and found.originals in (originals, None):
-            del vars(module)[name]
-            if found.is_of_copy:
-                vars(module)[name] = kind(module, None)
-    _set_reduce(module)
+def remove_hooks(module: nn.Module, key: int) -> None:
+    """Remove the methods of :func:`set_methods`, and the session's state-dict hooks, from a module."""
+    remove_methods(module)
     hooks_on_saving: Any = module._state_dict_hooks
     for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
         hooks.pop(key, None)

@@ -1,16 +1,14 @@
 """Casts around the forwards and entry points of models, and around modules inside that compute in another dtype.
 
-Patches are objects of module-level classes that refer to their module. They are not closures, because a copied or
-unpickled model would then run the original's weights.
+Patches are objects of classes, not closures: a copy of the module omits them (``copies.py``).
 """
 
-import copy
 import inspect
 import types
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from torch import nn
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
-from ..basics.weak_references import OfModule
+from ..basics.weak_references import Models, OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
@@ -27,7 +25,7 @@ from ..torch_internals.running import current_pass, is_tracing_symbolically, wit
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points
-from .forward_weights import ForwardWeights
+from .forward_weights import ForwardWeights, WeightCasts
 from .selection import Selection
 
 
@@ -70,8 +68,7 @@ class PatchedForward(OfModule):
         self.name = name
         self.is_part = is_part
         # The instance's own method before this one; None: the class's.
-        inner: Callable[..., Any] | None = vars(module).get(name)
-        self.inner: Callable[..., Any] | None = None if inner is None else _beneath_dead_patches(inner)
+        self.inner: Callable[..., Any] | None = vars(module).get(name)
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
@@ -141,9 +138,10 @@ class PatchedForward(OfModule):
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
         # While torch.fx traces, weights are not cast: it would record the casts as constants.
-        if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
+        weights = self.weights
+        if weights is None or weights.casts.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
-        with self.weights.cast_traced() if torch.compiler.is_compiling() else self.weights.cast():
+        with weights.cast_traced() if torch.compiler.is_compiling() else weights.cast():
             return self._run(is_inside, args, kwargs, output_dtype)
 
     def _run(
@@ -169,23 +167,17 @@ class PatchedForward(OfModule):
         method: Callable[..., Any] = getattr(type(module), self.name)
         return partial(method, module)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is no part of the session that owns the original.
-        state = {name: getattr(self, name) for name in self.__slots__}
-        return {**state, "owner": None, "module": self.module}
+    def __reduce__(self) -> Any:
+        """Copy a wrapper of the user's around this method with the method that is inside of this one."""
+        return _without_casts, (self.module, self.name, self.inner)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._module = weakref.ref(state.pop("module"))
-        for name, value in state.items():
-            setattr(self, name, value)
 
-    def __reduce_package__(self, exporter: object) -> NoReturn:
-        """Refuse torch.package, which calls this: classes in a package are copies, which mpinit does not know."""
-        raise RuntimeError(
-            f"torch.package cannot save this {type(self.module).__name__}, whose forward mpinit.initialize has "
-            "patched: save model.state_dict(), and package a model of the same class that was never initialised, or "
-            "call mpinit.undo on the model first"
-        )
+def _without_casts(module: nn.Module, name: str, inner: Callable[..., Any] | None) -> PatchedForward:
+    retired = Boundary(torch.float32, False, None, NO_CASTS)
+    retired.retire()
+    forward = PatchedForward(module, retired, name)
+    forward.inner = inner
+    return forward
 
 
 def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: Any) -> Any:
@@ -224,22 +216,26 @@ def patched_forward(method: Any) -> PatchedForward | None:
     return owner if isinstance(owner, PatchedForward) else None
 
 
-def _refuse_scripting(name: str) -> nn.Module:
-    """Refuse torch.jit.script, which calls this as ``__prepare_scriptable__`` first."""
-    raise RuntimeError(
-        f"torch.jit.script compiles source, and would omit the casts around {name}."
-        "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
-        "them, or call mpinit.undo on the model first"
-    )
+class _RefuseScripting(OfModule):
+    """A module's ``__prepare_scriptable__``, which torch.jit.script calls first: it is refused."""
+
+    def __call__(self) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script compiles source, and would omit the casts around {type(self.module).__name__}."
+            "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
+            "them, or call mpinit.undo on the model first"
+        )
 
 
-def _refuse_replicas(name: str) -> nn.Module:
-    """Refuse DataParallel, which calls this as ``_replicate_for_data_parallel``: replicas would run other weights."""
-    raise RuntimeError(
-        f"torch.nn.DataParallel makes copies of {name} in every forward, which mpinit.initialize does "
-        "not follow where weights are 16-bit: use DistributedDataParallel with a process for each device, "
-        "opt_level='O1' or 'O4', or call mpinit.undo on the model first"
-    )
+class _RefuseReplicas(OfModule):
+    """A module's ``_replicate_for_data_parallel``: DataParallel is refused, whose replicas would run other weights."""
+
+    def __call__(self) -> nn.Module:
+        raise RuntimeError(
+            f"torch.nn.DataParallel makes copies of {type(self.module).__name__} in every forward, which "
+            "mpinit.initialize does not follow where weights are 16-bit: use DistributedDataParallel with a process "
+            "for each device, opt_level='O1' or 'O4', or call mpinit.undo on the model first"
+        )
 
 
 class _Replicate(OfModule):
@@ -265,8 +261,10 @@ class _ReplicaForward:
     """
 
     def __init__(self, original: PatchedForward, replica: nn.Module) -> None:
-        forward = copy.copy(original)
-        forward.move_to(replica)
+        forward = PatchedForward.__new__(PatchedForward)
+        for name in PatchedForward.__slots__:
+            setattr(forward, name, getattr(original, name))
+        forward._module = weakref.ref(replica)
         inner = original.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is original.module:
             forward.inner = types.MethodType(inner.__func__, replica)
@@ -317,23 +315,24 @@ def patch_forwards(
     if scripted.difference(selection.float32_modules):
         why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'
         raise ValueError(f"{why}, which is a part of the model: use master_weights=True, or name it in keep_fp32")
+    weight_casts = None
+    if casts_weights:
+        models = Models(selection.models)
+        weight_casts = WeightCasts(models, plan.model_dtype, selection.float32_modules, selection.float32_parameters)
+        undos.push(weight_casts.close)
     undos.push(kept.retire)
     undos.push(cast.retire)
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
 
     def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
-        weights = None
-        if casts_weights and not is_kept:
-            weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
+        weights = None if weight_casts is None or is_kept else ForwardWeights(module, weight_casts)
         forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
         forward.owner = owner
         ours = {
             name: forward.run,
-            "_replicate_for_data_parallel": (
-                partial(_refuse_replicas, type(module).__name__) if casts_model else _Replicate(module)
-            ),
-            "__prepare_scriptable__": partial(_refuse_scripting, type(module).__name__),
+            "_replicate_for_data_parallel": _RefuseReplicas(module) if casts_model else _Replicate(module),
+            "__prepare_scriptable__": _RefuseScripting(module),
         }
         attributes = vars(module)
         before: dict[str, Any] = {}
@@ -356,22 +355,7 @@ def patch_forwards(
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
-        undos.push(model.register_forward_pre_hook(_RefuseShallowCopies(model), prepend=True).remove)
     return cast
-
-
-class _RefuseShallowCopies(OfModule):
-    """A forward pre-hook of a model that refuses shallow copies: ``copy.copy`` copies the hook, too.
-
-    A shallow copy shares the model's parameters, and its patched forward would run the model itself.
-    """
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if module is not self._module() and "_is_replica" not in vars(module):
-            raise RuntimeError(
-                f"this {type(module).__name__} is a shallow copy (copy.copy) of an initialised model, whose forward "
-                "would run the model itself: use copy.deepcopy(model) for a float32 copy, or the model"
-            )
 
 
 def _revert(patched: list[_Patched]) -> None:
@@ -393,25 +377,3 @@ def _revert(patched: list[_Patched]) -> None:
                 else:
                     del attributes[name]
         patched.pop()
-
-
-def unpatch_copy(copied: nn.Module) -> None:
-    """Remove the patches from a copy of an initialised model: the copy belongs to no session, and casts nothing."""
-    for module in copied.modules():
-        attributes = vars(module)
-        for name, value in list(attributes.items()):
-            if patched_forward(value) is not None:
-                beneath = _beneath_dead_patches(value)
-                if beneath is None:
-                    del attributes[name]
-                else:
-                    attributes[name] = beneath
-
-
-def _beneath_dead_patches(forward: Any) -> Any:
-    """Remove patches that belong to no session, those of a copy or after an undo, and return the method inside."""
-    patched = patched_forward(forward)
-    while patched is not None and not patched.boundary.is_live:
-        forward = patched.inner
-        patched = patched_forward(forward)
-    return forward

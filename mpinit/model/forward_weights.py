@@ -2,16 +2,18 @@
 
 While a forward runs, 16-bit casts replace the parameters in ``module._parameters``, as in
 ``torch.func.functional_call``: ``module.weight`` is 16-bit inside the forward, and float32 outside. A cast is an
-ordinary differentiable operation, so the parameters get float32 gradients. Every outermost forward makes new casts.
+ordinary differentiable operation, so the parameters get float32 gradients.
+
+A parameter has one cast, which is kept until the parameter changes. So code that computes a part of a forward again in
+the backward pass finds the same tensors: activation checkpointing, reversible blocks, and functions that were passed
+``self.parameters()`` in the forward, and ask autograd for the gradients of these tensors.
 """
 
-import itertools
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_not
-from typing import Any, Final, NoReturn
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -20,30 +22,154 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..basics.weak_references import OfModule
-from ..torch_internals.bulk import Entries, are_same, versions_of
-from ..torch_internals.float32_gradients import casts_with_float32_gradients
-from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
+from ..torch_internals.bulk import Entries, are_same
+from ..torch_internals.float32_gradients import cast_with_float32_gradients
+from ..torch_internals.parameter_data import remove_if_unused, unwatch, versions_of, watch
 from ..torch_internals.running import is_eager
-from ..torch_internals.traced_writes import break_graph_if_written
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
-# Seconds that a forward waits for another thread to make its casts, or to remove them.
-_LONGEST_WAIT: Final = 10.0
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+
+class _Cast(NamedTuple):
+    parameter: nn.Parameter
+    version: int
+    cast: torch.Tensor
+
+
+class WeightCasts:
+    """The casts of a session's parameters, and the modules that have them in the places of the parameters now.
+
+    Args:
+        models: the session's models.
+        dtype: the 16-bit dtype.
+        kept: the modules whose parameters stay float32.
+        kept_parameters: parameters of other modules that stay float32.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        dtype: torch.dtype,
+        kept: Collection[nn.Module],
+        kept_parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self.dtype = dtype
+        self.kept = kept
+        self.entered: set[nn.Module] = set()
+        self.generation = 0
+        self._models = models
+        self._kept_parameters = kept_parameters
+        # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
+        self._casts: dict[int, _Cast] = {}
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    def slots_of(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """List the parameters to cast in modules: the module's table of parameters, the name, the parameter."""
+        return [
+            (module._parameters, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            and parameter.dtype is not self.dtype
+            and parameter.is_floating_point()
+            and not any(parameter is kept for kept in self._kept_parameters)
+        ]
+
+    @contextmanager
+    def in_one_thread(self, module: nn.Module) -> Iterator[None]:
+        """Let no other thread run a forward of the session's models inside the block.
+
+        Raises:
+            RuntimeError: another thread runs one.
+        """
+        if self._thread == threading.get_ident():
+            yield
+            return
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(_IN_ANOTHER_THREAD.format(type(module).__name__))
+        try:
+            self._thread = threading.get_ident()
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def of(self, layout: "_Layout") -> list[torch.Tensor]:
+        """Return the cast of each parameter of a layout; casts of parameters that have changed are made anew."""
+        parameters = layout.parameters
+        if not is_eager():
+            return [parameter.to(self.dtype) for parameter in parameters]
+        versions = _versions(parameters)
+        seen = [*versions, *map(_REQUIRES_GRAD, parameters)]
+        if layout.generation == self.generation and layout.seen == seen:
+            return layout.casts
+        # Casts record a graph although a forward may not: a later one trains with them.
+        with torch.inference_mode(False), torch.enable_grad():
+            casts = list(map(self._cast_of, parameters, versions))
+        layout.casts, layout.seen, layout.generation = casts, seen, self.generation
+        return casts
+
+    def _cast_of(self, parameter: nn.Parameter, version: int) -> torch.Tensor:
+        known = self._casts.get(id(parameter))
+        if known is not None and known.version == version and known.cast.requires_grad == parameter.requires_grad:
+            return known.cast
+        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_leaf
+        if parameter.is_inference() or not is_plain:
+            return parameter.to(self.dtype)
+        cast = cast_with_float32_gradients(parameter, self.dtype)
+        cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
+        self._casts[id(parameter)] = _Cast(parameter, version, cast)
+        self.generation += known is not None
+        watch([parameter])
+        return cast
+
+    def drop(self, casts: Iterable[torch.Tensor]) -> None:
+        """Drop casts that a forward has written to."""
+        ids = set(map(id, casts))
+        self._keep_only({key for key, each in self._casts.items() if id(each.cast) not in ids})
+        self.generation += 1
+
+    def drop_replaced(self) -> None:
+        """Drop the casts of parameters that the models have no more, with the parameters."""
+        present = {id(parameter) for model in self._models for parameter in model.parameters()}
+        present |= {id(parameter) for active in ACTIVE_CASTS for parameter in active.parameters}
+        self._keep_only(present)
+
+    def _keep_only(self, ids: set[int]) -> None:
+        gone = self._casts.keys() - ids
+        unwatch(gone)
+        self._casts = {key: self._casts[key] for key in self._casts.keys() - gone}
+
+    def close(self) -> None:
+        """Drop the casts, and watch the parameters' ``data`` no more."""
+        unwatch(self._casts)
+        self._casts = {}
+        remove_if_unused()
+
+    __del__ = close
 
 
 class _Layout:
     """A module's submodules, and the parameters to cast in all of them; valid until a module or parameter changes.
 
     It refers to the submodules only, because the module refers to it: a reference back would be a cycle.
+
+    Attributes:
+        casts, seen, generation: the casts of the last forward, what was seen of the parameters, and the generation
+            of the session's casts then.
     """
 
-    def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, modules: list[nn.Module], weights: WeightCasts) -> None:
         self.below = modules[1:]
-        found = _to_be_cast(modules, dtype)
+        found = weights.slots_of(modules)
         self.slots = [(parameters, name) for parameters, name, _ in found]
         self.parameters = [parameter for *_, parameter in found]
-        self.has_tied = len(set(map(id, self.parameters))) < len(found)
+        self.casts: list[torch.Tensor] = []
+        self.seen: list[int] = []
+        self.generation = -1
         self._seen = Entries(self.below, "_modules"), Entries(self.below, "_parameters")
         self._first = _entries_of(modules[:1])
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
@@ -63,224 +189,122 @@ def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 class _ActiveCasts:
-    """The casts of one forward, which forwards of other threads may share.
+    """The casts that are in the places of parameters while one forward runs."""
 
-    Attributes:
-        entered: all modules of the forward.
-        evaluates: whether the forward records no graph, so that forwards of other threads may use the same casts.
-        users: the number of forwards that use the casts.
-        are_in: whether the casts are in the modules.
-        has_failed: whether the casts could not be made.
-        slots: for each cast the ``_parameters`` of a module, and the name in it.
-        parameters, casts: for each slot the parameter and its cast.
-    """
-
-    def __init__(self, modules: list[nn.Module], layout: _Layout, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.entered = modules
-        self.modules = [module for module in modules if module._parameters]
-        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self.slots = layout.slots
-        self.parameters = layout.parameters
-        self.has_tied = layout.has_tied
-        self.evaluates = not torch.is_grad_enabled()
-        self.users = 1
-        self.are_in = self.has_failed = False
-        self.casts: list[torch.Tensor] = []
+    def __init__(self, modules: list[nn.Module], layout: _Layout, casts: list[torch.Tensor]) -> None:
+        self.thread = threading.get_ident()
+        self.modules = modules
+        self.slots, self.parameters, self.casts = layout.slots, layout.parameters, casts
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
-        self._data_use = DataUse()
-        self._versions: tuple[list[int], list[int]] = [], []
+        self._versions: list[int] = []
 
-    def swap_in(self, casts: list[torch.Tensor]) -> None:
-        self.casts = casts
-        self._remember()
-        for (parameters, name), cast in zip(self.slots, casts, strict=True):
+    def swap_in(self) -> None:
+        for (parameters, name), cast in zip(self.slots, self.casts, strict=True):
             parameters[name] = cast
-        for module in self.rnns:
-            # __dict__, because torch.compile cannot trace vars(module) in torch 2.15.
-            self._flat.setdefault(module, {name: module.__dict__[name] for name in _FLAT_WEIGHTS})
-            module._init_flat_weights()
-            self._remember()  # cudnn has written the casts to one buffer, which is no write of the user's
-        self.are_in = True
+        for module in self.modules:
+            if isinstance(module, nn.RNNBase):
+                # __dict__, because torch.compile cannot trace vars(module) in torch 2.15.
+                self._flat[module] = {name: module.__dict__[name] for name in _FLAT_WEIGHTS}
+                module._init_flat_weights()
+        # Now: cudnn has written the casts of RNNs to one buffer, which is no write of the user's.
+        watch(self.casts)
+        self._versions = _versions(self.casts)
 
-    def are_stale(self) -> bool:
-        """Return whether a parameter was written since it was cast."""
-        return self.are_in and _versions(self.parameters) != self._versions[1]
-
-    def _remember(self) -> None:
-        stop_batch(self._data_use)
-        self._data_use = record_batch(self.casts, keeps_views=bool(_records))
-        self._versions = _versions(self.casts), _versions(self.parameters)
-
-    def write_back(self) -> None:
-        """Copy in-place writes to casts into their parameters, unless a parameter was written to itself."""
-        before, before_outside = self._versions
-        now, touched = _versions(self.casts), self._data_use.touched
-        if now == before and not touched:
-            return
-        written = self._data_use.written()
-        for record in _records:
-            casts = enumerate(zip(self.parameters, self.casts, strict=True))
-            record |= {p for i, (p, cast) in casts if now[i] != before[i] or id(cast) in written}
-        now_outside = _versions(self.parameters)
-        for index, (parameter, cast) in enumerate(zip(self.parameters, self.casts, strict=True)):
-            was_written = now[index] != before[index] or id(cast) in touched
-            if was_written and now_outside[index] == before_outside[index]:
-                _write_back(parameter, cast)
-
-    def swap_out(self) -> None:
-        stop_batch(self._data_use)
-        # Not strict: there are no casts where making them has failed.
-        for (parameters, name), parameter, cast in zip(self.slots, self.parameters, self.casts, strict=False):
-            present = parameters.get(name)
-            if present is cast:
-                parameters[name] = parameter
-            elif present is not None and present.dtype is self.dtype and present.is_leaf:
-                # The forward has made a parameter of a cast: between forwards parameters are float32.
-                TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
+    def swap_out(self) -> list[int]:
+        """Put the parameters back; return the indices of those whose casts were written to or replaced."""
+        written = []
+        now = _versions(self.casts)
+        unwatch(map(id, self.casts))
+        for index, ((parameters, name), cast) in enumerate(zip(self.slots, self.casts, strict=True)):
+            present, parameter = parameters.get(name), self.parameters[index]
+            # No versions: swap_in() has failed.
+            was_written = bool(self._versions) and now[index] != self._versions[index]
+            if was_written or not (present is cast or present is parameter):
+                written.append(index)
+            parameters[name] = parameter
         for module, flat in self._flat.items():
             module.__dict__.update(flat)
+        return written
 
 
-class _Thread(threading.local):
-    """The modules that this thread's forwards have entered."""
-
-    def __init__(self) -> None:
-        self.entered: set[nn.Module] = set()
-
-
-# Reentrant: a signal handler that saves a checkpoint may run while its own thread has the lock.
-_lock: Final = threading.RLock()
-# Notified when a forward has put the parameters back.
-_has_ended: Final = threading.Condition(_lock)
-# The casts of running forwards, in all threads.
-ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
-_thread: Final = _Thread()
-# One set for each open record_writes(): the parameters whose casts were written to.
-_records: Final[list[set[torch.Tensor]]] = []
-
-
-@contextmanager
-def record_writes() -> Iterator[set[torch.Tensor]]:
-    """Collect the parameters whose casts are written to by forwards in the block, even if no number changes."""
-    record: set[torch.Tensor] = set()
-    _records.append(record)
-    try:
-        yield record
-    finally:
-        _records[:] = [each for each in _records if each is not record]
+# The casts of the forwards that run now, in all threads.
+ACTIVE_CASTS: Final[list[_ActiveCasts]] = []
 
 
 class ForwardWeights(OfModule):
-    """The casts of the parameters of a module and its submodules, without the modules in ``kept``."""
+    """The casts of the parameters of a module and its submodules, without the modules that stay float32."""
 
-    __slots__ = ("_kept", "_layout", "dtype")
+    __slots__ = ("_layout", "casts")
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, kept: Collection[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, casts: WeightCasts) -> None:
         super().__init__(module)
-        self.dtype = dtype
-        self._kept = kept
+        self.casts = casts
         self._layout: _Layout | None = None
-
-    def exclude(self, modules: Iterable[nn.Module]) -> None:
-        """Cast no parameters of these modules from now on, which compute in float32."""
-        self._kept = {*self._kept, *modules}
-        self._layout = None
-
-    def parameters(self) -> list[nn.Parameter]:
-        """List the parameters that forwards cast; called between forwards."""
-        return [parameter for *_, parameter in _to_be_cast(self._modules(), self.dtype)]
 
     def are_in(self) -> bool:
         """Return whether a forward of this thread has replaced the module's parameters by casts."""
         # In compiled code cast_traced() finds by the dtypes which parameters are cast already.
-        return not is_compiling() and self._module() in _thread.entered
+        return not is_compiling() and self._module() in self.casts.entered
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters that forwards cast; called between forwards."""
+        return [parameter for *_, parameter in self.casts.slots_of(self._modules())]
 
     @contextmanager
     def cast(self) -> Iterator[None]:
         """Replace the parameters by casts inside the block.
 
         Raises:
-            RuntimeError: a forward of the module or of a submodule runs in another thread.
+            RuntimeError: a forward of the session's models runs in another thread; or the forward has written to
+                parameters, which have their values from before.
         """
-        computed: dict[str, torch.Tensor] = {}
-        active: _ActiveCasts | None = None
-        shared: list[_ActiveCasts] = []
-        try:
-            with _lock:  # inside, no other thread puts casts into these modules
-                if ACTIVE_CASTS:
-                    self._wait_for_ends()
-                    shared = self._share()
-                active = self._new_casts()
-                _thread.entered.update(active.entered)
-                ACTIVE_CASTS.update(dict.fromkeys(active.modules, active))
-            active.swap_in(_casts_of([active])[0] if active.has_tied else _casts(active.parameters, self.dtype))
-            if shared and not _wait(lambda: not all(each.are_in or each.has_failed for each in shared)):
-                self._refuse()
-            if any(each.has_failed for each in shared):
-                self._refuse()
-            if self.module._forward_pre_hooks:
-                self._cast_computed(computed)
-            yield
-        finally:
-            for name, values in computed.items():
-                setattr(self.module, name, values)
-            for each in shared:
-                _end(each)
-            if active is not None:
-                _end(active)
+        module, weights = self.module, self.casts
+        with weights.in_one_thread(module):
+            modules, layout = self._modules_to_enter()
+            active = _ActiveCasts(modules, layout, weights.of(layout))
+            computed: dict[str, torch.Tensor] = {}
+            written: list[int] = []
+            ACTIVE_CASTS.append(active)
+            try:
+                active.swap_in()
+                weights.entered.update(modules)
+                if module._forward_pre_hooks:
+                    self._cast_computed(computed)
+                yield
+            finally:
+                for name, values in computed.items():
+                    setattr(module, name, values)
+                weights.entered.difference_update(modules)
+                written = active.swap_out()
+                ACTIVE_CASTS[:] = [each for each in ACTIVE_CASTS if each is not active]
+                if written:
+                    weights.drop(active.casts[index] for index in written)
+            if written:
+                name, shape = active.slots[written[0]][1], tuple(active.parameters[written[0]].shape)
+                raise RuntimeError(_WRITTEN.format(name, shape, type(module).__name__))
 
-    def _wait_for_ends(self) -> None:
-        """Wait for forwards of other threads that have ended, but have not put the parameters back yet.
-
-        The lock is released while this waits, and acquired again before it returns.
-        """
-        modules = [module for module in self._modules() if module not in _thread.entered]
-
-        def none_is_ending() -> bool:
-            return all(each.users > 0 for each in map(ACTIVE_CASTS.get, modules) if each is not None)
-
-        _has_ended.wait_for(none_is_ending, _LONGEST_WAIT)
-
-    def _share(self) -> list[_ActiveCasts]:
-        """Use the casts of forwards that run in other threads, and count their modules as entered.
-
-        Raises:
-            RuntimeError: such a forward, or this one, records a graph; or weights were written since they were cast.
-        """
-        entered = _thread.entered
-        present = [ACTIVE_CASTS[m] for m in self._modules() if m in ACTIVE_CASTS and m not in entered]
-        others = list(dict.fromkeys(present))
-        evaluates = not torch.is_grad_enabled() and is_eager() and not self._has_computed()
-        for each in others:
-            if not (evaluates and each.evaluates and each.users > 0) or each.are_stale():
-                self._refuse()
-        for each in others:
-            each.users += 1
-            entered.update(each.entered)
-        return others
-
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
-
-    def _new_casts(self) -> _ActiveCasts:
-        """Return the casts to make: those of all modules that no forward of this thread has entered."""
-        entered, layout, module = _thread.entered, self._layout, self.module
+    def _modules_to_enter(self) -> tuple[list[nn.Module], _Layout]:
+        """Return the modules that no running forward has entered, and their layout."""
+        module, layout, entered = self.module, self._layout, self.casts.entered
         if layout is None or not layout.is_current(module):
-            layout = self._layout = _Layout(self._modules(), self.dtype)
+            is_first = layout is None
+            layout = self._layout = _Layout(self._modules(), self.casts)
+            # torch.func.functional_call replaces parameters for one forward: those come back.
+            if not is_first and all(type(p) is nn.Parameter for p in layout.parameters):
+                self.casts.drop_replaced()
         modules = [module, *layout.below]
-        if not entered.isdisjoint(modules):
-            modules = [each for each in modules if each not in entered]
-            layout = _Layout(modules, self.dtype)
-        return _ActiveCasts(modules, layout, self.dtype)
+        if entered.isdisjoint(modules):
+            return modules, layout
+        modules = [each for each in modules if each not in entered]
+        return modules, _Layout(modules, self.casts)
 
     def _modules(self) -> list[nn.Module]:
-        """List module and submodules, without ``kept`` ones; modules may have been added since the last call."""
+        """List module and submodules, without those that stay float32; some may have been added since the last call."""
         found: dict[nn.Module, None] = {}
         pending: list[nn.Module | None] = [self.module]
         while pending:
             module = pending.pop()
-            if module is not None and module not in found and module not in self._kept and not _is_float32_copy(module):
+            if module is not None and module not in found and module not in self.casts.kept:
                 found[module] = None
                 pending += module._modules.values()
         return list(found)
@@ -289,11 +313,11 @@ class ForwardWeights(OfModule):
     def cast_traced(self) -> Iterator[None]:
         """Do the same as :meth:`cast` while torch.compile traces: the casts become part of the graph.
 
-        A forward that writes in place to a cast is not traced, but runs inside of :meth:`cast`. To copy such a write
-        back, a graph would read all weights in each forward.
+        A forward that writes in place to a cast is not traced, but runs inside of :meth:`cast`, which refuses it. With
+        ``fullgraph=True`` torch.compile raises.
         """
-        outside = _to_be_cast(self._modules(), self.dtype)
-        casts = [parameter.to(self.dtype) for *_, parameter in outside]
+        outside = self.casts.slots_of(self._modules())
+        casts = [parameter.to(self.casts.dtype) for *_, parameter in outside]
         for (parameters, name, _), cast in zip(outside, casts, strict=True):
             parameters[name] = cast
         try:
@@ -303,129 +327,52 @@ class ForwardWeights(OfModule):
                 parameters[name] = parameter
         for (_, name, parameter), cast in zip(outside, casts, strict=True):
             shape, kind = tuple(parameter.shape), type(self._module()).__name__
-            break_graph_if_written(cast, _WRITTEN_IN_COMPILED_CODE.format(name, shape, kind))
-
-    def _has_computed(self) -> bool:
-        return any(isinstance(name, str) for name in map(_computed_name, self.module._forward_pre_hooks.values()))
+            _refuse_traced_write(cast, _WRITTEN.format(name, shape, kind))
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
         """Cast the tensors that pre-hooks (weight_norm, pruning) computed in float32 before :meth:`cast` began."""
-        for name in map(_computed_name, self.module._forward_pre_hooks.values()):
+        for hook in self.module._forward_pre_hooks.values():
+            name = hook.name if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
             values = vars(self.module).get(name) if isinstance(name, str) else None
-            if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != self.dtype:
+            if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != self.casts.dtype:
                 computed[str(name)] = values
-                setattr(self.module, str(name), values.to(self.dtype))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of a submodule needs only the kept modules below it.
-        kept = [module for module in self.module.modules() if module in self._kept]
-        return {"module": self.module, "dtype": self.dtype, "kept": kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+                setattr(self.module, str(name), values.to(self.casts.dtype))
 
 
-def _is_float32_copy(module: nn.Module) -> bool:
-    """Return whether a module is a deep copy of a part that was put back into the model: it computes in float32."""
-    patched = getattr(module.__dict__.get("forward"), "__self__", None)
-    weights = getattr(patched, "weights", None)
-    return isinstance(weights, ForwardWeights) and patched.boundary.inner_dtype is not weights.dtype  # type: ignore[union-attr]
+def _refuse_traced_write(tensor: torch.Tensor, reason: str) -> None:
+    """Stop tracing if traced code has written in place to ``tensor``, an intermediate tensor.
+
+    Traced code cannot branch on a version counter. ``comptime`` calls a function while torch.compile traces, and its
+    second argument otherwise, as in torch.export without dynamo.
+    """
+
+    def refuse() -> None:
+        if not tensor.is_inference() and tensor._version > 0:
+            raise RuntimeError(reason)
+
+    torch._dynamo.comptime.comptime(_break_graph, refuse)
 
 
-def _end(active: _ActiveCasts) -> None:
-    _thread.entered.difference_update(active.entered)
-    with _lock:
-        active.has_failed = not active.are_in
-        active.users -= 1
-        if active.users > 0:
-            return  # the last of the threads puts the parameters back
-    try:
-        active.write_back()
-    finally:
-        try:
-            active.swap_out()
-        finally:
-            with _lock:
-                for module in active.modules:
-                    if ACTIVE_CASTS.get(module) is active:  # not where another thread's forward was refused
-                        del ACTIVE_CASTS[module]
-                _has_ended.notify_all()
-
-
-def renew_casts() -> None:
-    """Make the casts of this thread's running forwards again, after an optimizer has stepped inside a forward."""
-    active = dict.fromkeys(ACTIVE_CASTS[module] for module in _thread.entered if module in ACTIVE_CASTS)
-    for dtype in dict.fromkeys(each.dtype for each in active):
-        members = [each for each in active if each.dtype is dtype]
-        for each in members:
-            each.write_back()
-        for each, casts in zip(members, _casts_of(members), strict=True):
-            each.swap_in(casts)
-
-
-def _wait(condition: Callable[[], bool]) -> bool:
-    """Wait until a condition of another thread's forward is False; return whether it is, within a limit."""
-    last = time.monotonic() + _LONGEST_WAIT
-    while condition():
-        if time.monotonic() > last:
-            return False
-        time.sleep(1e-4)
-    return True
-
-
-def _computed_name(hook: Any) -> Any:
-    """Return the name of the tensor that a pre-hook (weight_norm, pruning) computes; None for any other hook."""
-    return getattr(hook, "name", None) if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
-
-
-_IN_ANOTHER_THREAD: Final = (
-    '{0} runs in another thread, and with master_weights="model" 16-bit casts replace its parameters while its forward '
-    "runs. Evaluate in all threads under torch.no_grad(), let one forward end before the next begins, make for each "
-    "thread a copy of its own (copy.deepcopy(model)), or use master_weights=True"
-)
-
-
-_WRITTEN_IN_COMPILED_CODE: Final = (
-    "parameter {0!r} of shape {1} in {2} is written to in place by its forward, where master_weights='model' casts it "
-    "to 16 bits, and one graph cannot copy the write back: name its module in keep_fp32, where parameters are float32, "
-    "or write outside of the forward, or use master_weights=True, or compile without fullgraph=True"
-)
-
-
-def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """List the floating parameters of another dtype: the module's table of parameters, the name, the parameter."""
-    return [
-        (module._parameters, name, parameter)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.dtype is not dtype and parameter.is_floating_point()
-    ]
-
-
-def _casts_of(active: Sequence[_ActiveCasts]) -> list[list[torch.Tensor]]:
-    """Make the casts of each; a parameter in several places has one cast."""
-    parameters = {id(parameter): parameter for each in active for parameter in each.parameters}
-    casts = dict(zip(parameters, _casts(list(parameters.values()), active[0].dtype), strict=True))
-    return [[casts[id(parameter)] for parameter in each.parameters] for each in active]
-
-
-def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-    if not is_eager():
-        return [parameter.to(dtype) for parameter in parameters]
-    # Casts always record a graph: a forward of another thread may train with them.
-    with torch.inference_mode(False), torch.enable_grad():
-        casts = casts_with_float32_gradients(parameters, dtype)
-    if all(map(is_not, casts, itertools.repeat(None))):
-        return casts  # type: ignore[return-value]
-    return [p.to(dtype) if cast is None else cast for p, cast in zip(parameters, casts, strict=True)]
+def _break_graph(context: Any) -> None:
+    # The caller's locals: comptime allows no closure.
+    tensor = context.get_local("tensor").as_fake()
+    if not tensor.is_inference() and tensor._version > 0:
+        context.graph_break(context.get_local("reason").as_python_constant())
 
 
 def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that a cast replaces at the moment; None for any other tensor."""
-    with _lock:
-        # Not strict, because a forward that is about to make its casts has none yet.
-        pairs = [zip(each.casts, each.parameters, strict=False) for each in dict.fromkeys(ACTIVE_CASTS.values())]
-        return next((parameter for active, parameter in itertools.chain(*pairs) if active is cast), None)
+    for active in ACTIVE_CASTS[:]:
+        for parameter, each in zip(active.parameters, active.casts, strict=True):
+            if each is cast:
+                return parameter
+    return None
+
+
+def refuse_changes_in_forward(what: str) -> None:
+    """Refuse a step inside of a forward whose weights are casts: what follows would compute with those of before."""
+    if any(active.thread == threading.get_ident() for active in ACTIVE_CASTS[:]):
+        raise RuntimeError(_STEP_IN_FORWARD.format(what))
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -436,17 +383,18 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-@torch.no_grad()
-def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
-    """Copy the changed elements of a cast into its parameter; all others keep their lower bits."""
-    cast = TENSOR_DETACH(cast)
-    if not parameter.is_leaf:
-        return
-    if cast.shape != parameter.shape:
-        TENSOR_DATA.__set__(parameter, cast.to(parameter.dtype))
-        return
-    before = TENSOR_DETACH(parameter)
-    rounded = before.to(cast.dtype)
-    changed = (rounded != cast) & ~(rounded.isnan() & cast.isnan())
-    if changed.any():
-        parameter.copy_(torch.where(changed, cast.to(parameter.dtype), before))
+_IN_ANOTHER_THREAD: Final = (
+    '{0} runs in another thread, and with master_weights="model" 16-bit casts replace its parameters while its forward '
+    "runs. Let one forward end before the next begins, make for each thread a copy of its own (copy.deepcopy(model)), "
+    "or use master_weights=True"
+)
+_WRITTEN: Final = (
+    "parameter {0!r} of shape {1} in {2} was written to, or replaced, by the forward, where master_weights='model' "
+    "has put a 16-bit cast in its place: the write is lost. Name its module in keep_fp32, where parameters are "
+    "float32, or write outside of the forward, or use master_weights=True"
+)
+_STEP_IN_FORWARD: Final = (
+    "{0} was called inside of a forward, or of a method in entry_points, where master_weights='model' has put 16-bit "
+    "casts in the places of the weights: what follows would compute with the weights of before. Call it after the "
+    "forward, or use master_weights=True"
+)

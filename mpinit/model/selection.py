@@ -29,6 +29,7 @@ class Selection:
             no model. With ``master_weights="model"`` parameters that are 16-bit only inside forwards are not in it.
         has_16_bit: whether any parameter or buffer is 16-bit after the casts, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and their submodules.
+        float32_parameters: parameters of other modules that stay float32, because ``keep_fp32`` names them.
         gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
@@ -40,6 +41,7 @@ class Selection:
     targets: Mapping[torch.Tensor, torch.dtype]
     has_16_bit: bool
     float32_modules: Collection[nn.Module]
+    float32_parameters: Sequence[torch.Tensor]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
@@ -47,7 +49,17 @@ class Selection:
     def without_tensors(self) -> "Selection":
         """Drop tensors, and refer weakly to modules, so that the session keeps neither alive after its set-up."""
         kept = WeakList(self.float32_modules)
-        return replace(self, models=(), kept={}, targets={}, float32_modules=kept, gathered={}, changes=(), parts={})
+        return replace(
+            self,
+            models=(),
+            kept={},
+            targets={},
+            float32_modules=kept,
+            float32_parameters=(),
+            gathered={},
+            changes=(),
+            parts={},
+        )
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:
@@ -56,7 +68,8 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
     kept = {tensor for module in float32_modules for _, tensor in index.own[module]}
     if kept:
         _check_not_shared(index, float32_modules, kept)
-    kept |= _kept_by_name(index, plan.keeps.names)
+    by_name = _kept_by_name(index, plan.keeps.names)
+    kept |= by_name
     tensors = [tensor for module in index.names for _, tensor in index.own[module]]
     targets: dict[torch.Tensor, torch.dtype] = {}
     if plan.cast_model:
@@ -76,6 +89,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         targets=targets,
         has_16_bit=plan.masters is MasterWeightsMode.IN_MODEL or not {*LOWER_PRECISION}.isdisjoint(dtypes),
         float32_modules=frozenset(float32_modules),
+        float32_parameters=[tensor for tensor in by_name if is_parameter(tensor)],
         gathered=gathered,
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
         parts=_parts(index, tops, float32_modules, plan),

@@ -34,14 +34,14 @@ class Float32State:
     modules save by methods of their own (``get_extra_state``, ``_save_to_state_dict``) is saved as it is.
     """
 
-    def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
+    def __init__(self, values: Float32Values, made: copies.Float32Copies) -> None:
         self._values: Float32Values | None = values
         # The id of a tensor -> the key and the entry that were made for it last.
         self._made: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
         self._stop_following: Undo | None = None
         self.key = RemovableHandle(OrderedDict()).id
-        self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
+        self._copies = made
         self._outermost_load: object = None
         # The id of a module that is being loaded -> its prefix, and the dict that torch reads its values from.
         self._to_load: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -62,7 +62,7 @@ class Float32State:
         for_each(self._remove_from, list(self._modules))
 
     def _remove_from(self, module: nn.Module) -> None:
-        copies.remove_hooks(module, self.key, self._originals)
+        copies.remove_hooks(module, self.key)
         self._modules.discard(module)
 
     def add_hooks(self, tree: nn.Module) -> None:
@@ -83,7 +83,7 @@ class Float32State:
                 hooks.move_to_end(key, last=False)
             module._load_state_dict_pre_hooks[key] = _BeforeLoad(module, self)
             module._load_state_dict_post_hooks[key] = after_load
-        copies.set_methods(added, self._originals)
+        copies.set_methods(added, self._copies, refuses_conversion=False)
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Replace a module's own 16-bit entries by float32 copies, after its ``state_dict()``."""
@@ -163,17 +163,6 @@ class Float32State:
                     "model.state_dict() of the initialised model, which is float32, to resume exactly"
                 )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has no masters: it saves its own weights.
-        nothing = ("_values", "_originals", "_stop_following", "_outermost_load")
-        return dict.fromkeys(nothing) | {
-            "key": self.key,
-            "_modules": set(),
-            "_to_load": {},
-            "_rebuilt": [],
-            "_made": {},
-        }
-
 
 class _BeforeLoad(OfModule):
     """The hook of one module before its state is loaded."""
@@ -183,9 +172,6 @@ class _BeforeLoad(OfModule):
     def __init__(self, module: nn.Module, state: Float32State) -> None:
         self._module = weakref.ref(module)
         self.state = state
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "state": self.state}
 
     def __call__(self, *arguments: Any) -> None:
         self.state.before_load(self.module, *arguments)

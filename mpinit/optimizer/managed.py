@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
-from ..config.plan import Plan
+from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, decoded_state_dict
 from ..model.float32_values import Float32Values
+from ..model.forward_weights import refuse_changes_in_forward
 from ..model.written_buffers import WrittenBuffers
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
@@ -152,6 +153,7 @@ class ManagedOptimizer:
         """
         if not self.is_patched or self.scope.is_open:
             return Decision.OWN
+        refuse_changes_in_forward("step()")
         if closure is None and creates_state_only(self.optimizer):
             self.checks.prepare_state_only()
             return Decision.STATE_ONLY
@@ -178,6 +180,9 @@ class ManagedOptimizer:
         result = self._with_hooks(decision, (closure, *args), kwargs)
         self.gradients.stepped(in_kernel=decision is Decision.IN_KERNEL)
         renew_weight_casts()
+        if self.shared.plan.masters is MasterWeightsMode.IN_MODEL:
+            # Fused kernels do not count their writes. The casts of these weights have to be made anew.
+            torch.autograd.graph.increment_version([p for g in self.optimizer.param_groups for p in g["params"]])
         return result
 
     def _with_hooks(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from ..basics.patching import UndoStack
 from ..config.plan import Plan
 from ..distributed.sharding import is_distributed
 from ..model.float32_values import Float32Values
-from ..model.forward_weights import ACTIVE_CASTS, renew_casts
+from ..model.forward_weights import refuse_changes_in_forward
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
@@ -403,14 +403,15 @@ class OwnStep:
 
 
 def renew_weight_casts() -> None:
-    """Drop or make again the casts of weights, after an optimizer may have changed weights inside of a forward.
+    """Drop O1's casts of weights, after an optimizer may have changed weights inside of a forward.
 
-    O1's casts are in torch's cache until the outermost forward ends, and those of ``master_weights="model"`` in the
-    modules. Outside of forwards there are none.
+    They are in torch's cache until the outermost forward ends. Outside of forwards there are none.
+
+    Raises:
+        RuntimeError: a forward runs with the casts of ``master_weights="model"``.
     """
     torch.clear_autocast_cache()
-    if ACTIVE_CASTS:
-        renew_casts()
+    refuse_changes_in_forward("a method of the optimizer that changes weights")
 
 
 def creates_state_only(optimizer: Optimizer) -> bool:

@@ -53,9 +53,6 @@ class ForwardCasts:
         self.dtype = dtype
         self.has_trained = False
 
-    def __reduce__(self) -> tuple[type["ForwardCasts"], tuple[torch.dtype | None]]:
-        return (ForwardCasts, (self.dtype,))
-
     def __enter__(self) -> None:
         thread, state, dtype = thread_state.value, present_state(), self.dtype
         before, caching = state

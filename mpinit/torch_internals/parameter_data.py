@@ -118,22 +118,3 @@ def _is_same_memory(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
         and _MEMORY_OF(alias) == _MEMORY_OF(parameter)
         and alias.stride() == parameter.stride()
     )
-
-
-class DataUse:
-    """Nothing: the casts of forwards are compared by their versions."""
-
-    touched: frozenset[int] = frozenset()
-
-    def written(self) -> set[int]:
-        """Return nothing."""
-        return set()
-
-
-def record_batch(parameters: object, keeps_views: bool = False) -> DataUse:
-    """Record nothing."""
-    return DataUse()
-
-
-def stop_batch(use: DataUse) -> None:
-    """Do nothing."""

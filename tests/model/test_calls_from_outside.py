@@ -1,6 +1,5 @@
 """Methods that are called from outside of a forward, and entry points."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -262,16 +261,6 @@ def test_symbolic_trace_equals_the_model_without_casts_between_parts() -> None:
     assert "to" not in {node.target for node in traced.graph.nodes}
     x = torch.randn(3, 2)
     assert torch.equal(traced(x), model(x))
-
-
-def test_a_copied_part_works_inside_the_model_it_is_put_into() -> None:
-    model = quietly(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    seen: list[torch.dtype] = []
-    model.append(copy.deepcopy(model[0]))
-    model.append(nn.Linear(4, 4).half())
-    model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    assert model(torch.randn(2, 4)).dtype is F32
-    assert seen == [F16]
 
 
 class Classifier(nn.Module):

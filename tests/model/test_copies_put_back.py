@@ -1,4 +1,4 @@
-"""Copies of parts that are put back into the model: they compute in float32, as copies do."""
+"""Copies of parts that are put back into the model: they are float32, as copies are."""
 
 import copy
 from typing import Any
@@ -12,9 +12,6 @@ from torch.optim import SGD
 import mpinit
 
 KINDS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2", "loss_scale": 128.0},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O5", "master_weights": "model"},
     "model in float16": {"opt_level": "O2", "master_weights": "model", "loss_scale": 128.0},
 }
@@ -45,3 +42,17 @@ def test_copy_of_a_part_put_back_trains_as_in_float32(kind: str, place: Any) -> 
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, reference.state_dict()[key], rtol=0.02, atol=0.01)
     assert all(parameter.grad is not None for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize("more", [{}, {"master_weights": "split"}], ids=str)
+def test_a_copy_put_back_beside_masters_is_refused_with_the_way_out(more: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", **more)
+    model[1] = copy.deepcopy(model[1])
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"'1\.weight' is float32 .*\.to\(torch\.bfloat16\)"):
+        model(torch.randn(8, 4))
+    model[1].to(torch.bfloat16)
+    backward(model(torch.randn(8, 4)).square().mean(), optimizer)
+    optimizer.step()

@@ -4,6 +4,7 @@ Below the public face: the casts of a forward are tried alone, and their kernels
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -15,14 +16,11 @@ from loops import backward
 from models import CASES, Parts, equal_tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
 from mpinit.model import forward_weights
-from mpinit.torch_internals import float32_gradients
-from mpinit.torch_internals.float32_gradients import casts_with_float32_gradients
 
 
 def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) -> None:
@@ -31,7 +29,8 @@ def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) 
     for kind in (True, "model"):
         torch.manual_seed(0)
         model = build()
-        optimizer = start(model, master_weights=kind, **more)
+        # Gradients of several uses of a weight add up in float32.
+        optimizer = start(model, master_weights=kind, grad_dtype=F32, **more)
         for index in range(6):
             output = model(x)
             loss = (output[0] if isinstance(output, tuple) else output).float().pow(2).mean()
@@ -113,55 +112,176 @@ def test_recomputed_activations_have_the_bits_of_full_masters(how: str, reentran
     equals_full_masters(lambda: Checkpointed(how, reentrant), torch.randn(3, 4), entry_points=["raw"])
 
 
-class Counted(TorchDispatchMode):
-    """Counts the operations that compute: no views, no allocations, no numbers read."""
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of public diffusion models: it is passed parameters, and asks autograd for their gradients."""
 
-    def __init__(self) -> None:
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
+        ctx.run, ctx.inputs, ctx.weights = run, args[:count], args[count:]
+        with torch.no_grad():
+            return run(*args[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            output = ctx.run(*[x.view_as(x) for x in inputs])
+        found = torch.autograd.grad(output, [*inputs, *ctx.weights], gradients, allow_unused=True)
+        return None, None, *found
+
+
+class Residual(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
         super().__init__()
-        self.count = 0
+        self.recomputes = recomputes
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        self.count += not func.is_view and name not in ("empty_like", "detach", "_local_scalar_dense")
-        return func(*args, **(kwargs or {}))
+    def run(self, x: Tensor) -> Tensor:
+        hidden: Tensor = x + self.body(x)
+        return hidden
 
-
-def kernels(**more: Any) -> int:
-    model = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())])
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    mpinit.initialize(model, optimizer, "O5", **more)
-
-    def iterate() -> None:
-        backward(model(torch.ones(2, 8)).sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    iterate()
-    with Counted() as counted:
-        iterate()
-    mpinit.undo(model)
-    return counted.count
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.run(x)
+        recomputed: Tensor = Recomputed.apply(self.run, 1, x, *self.parameters())  # type: ignore[no-untyped-call]
+        return recomputed
 
 
-def test_all_weights_are_cast_by_one_kernel() -> None:
-    assert kernels(master_weights="model") <= kernels() + 2
+def residual(recomputes: bool) -> nn.Module:
+    blocks = [Residual(recomputes) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 1))
 
 
-def test_a_step_inside_a_forward_is_seen_by_what_follows() -> None:
-    losses: list[float] = []
-
-    def run(self: Any, x: Tensor) -> None:
-        for _ in range(3):
-            loss = self.net(x).sum()
-            losses.append(loss.item())
-            loss.backward()
+@pytest.mark.parametrize("more", [{}, {"grad_dtype": F32}], ids=["", "float32 gradients"])
+def test_weights_of_a_function_that_recomputes_are_all_trained(more: Any) -> None:
+    """Two forwards of a step share the casts, and steps, by a fused kernel too, make them anew."""
+    states = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = residual(recomputes)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+        mpinit.initialize(model, optimizer, "O5", master_weights="model", **more)
+        for index in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+            loss = model(x).square().mean() + model(x + 1).square().mean()
+            backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        assert all(not torch.equal(value, before[name]) for name, value in states[-1].items())
+    torch.testing.assert_close(states[1], states[0], rtol=0.01, atol=0.001)
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler steps whose backward pass integrates back, with the weights as saved tensors, as torchdiffeq does."""
+
+    @staticmethod
+    def forward(ctx: Any, field: Any, state: Tensor, *weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(3):
+                state = state + 0.1 * field(state)
+        ctx.field = field
+        ctx.save_for_backward(state, *weights)
+        return state
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        state, *weights = ctx.saved_tensors
+        (adjoint,) = gradients
+        sums = [torch.zeros_like(weight) for weight in weights]
+        for _ in range(3):
+            with torch.enable_grad():
+                state = state.detach().requires_grad_()
+                change = 0.1 * ctx.field(state)
+                found = torch.autograd.grad(change, [state, *weights], adjoint, allow_unused=True)
+            state = state - change.detach()
+            adjoint = adjoint + found[0]
+            sums = [total + (0 if one is None else one) for total, one in zip(sums, found[1:], strict=True)]
+        return None, adjoint, *sums
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a forward", "outside"])
+def test_weights_of_an_adjoint_get_the_gradients_of_float32(inside: bool) -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        state: Tensor = Adjoint.apply(self.field, x, *self.field.parameters())  # type: ignore[no-untyped-call]
+        return state
+
+    gradients = []
+    for level in (None, "O5"):
+        torch.manual_seed(0)
+        model = Parts(run, field=nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)))
+        if level:
+            start(model)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        output = model(x) if inside else run(model, x)
+        output.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for ours, expected in zip(gradients[1], gradients[0], strict=True):
+        assert ours is not None and (ours - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_weight_has_one_cast_until_it_changes() -> None:
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.weight)
+            return super().forward(x)
+
+    seen: list[Tensor] = []
+    model = nn.Sequential(Seen(4, 4))
+    optimizer = start(model)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        model(x)
+    backward(model(x).sum() + model[0](x).sum(), optimizer)
+    assert all(each is seen[0] for each in seen) and type(seen[0]) is nn.Parameter
+    optimizer.step()
+    model(x)
+    assert seen[-1] is not seen[0] and torch.equal(seen[-1], model[0].weight.to(BF16))
+    model[0].requires_grad_(False)
+    model(x)
+    assert not seen[-1].requires_grad
+
+
+def test_a_parameter_that_is_named_stays_float32() -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        kinds.append((self.scale.dtype, self.layer.weight.dtype))
+        return self.layer(x * self.scale.to(x.dtype))
+
+    kinds: list[Any] = []
+    model = Parts(run, scale=nn.Parameter(torch.ones(4)), layer=nn.Linear(4, 4))
+    start(model, keep_fp32=["scale"])
+    model(torch.ones(1, 4)).sum().backward()
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(torch.ones(1, 4))
+    assert kinds[0] == (F32, BF16) and set(kinds) == {kinds[0]}
+    assert model.scale.grad is not None
+
+
+def test_a_step_in_a_forward_is_refused() -> None:
+    def run(self: Any, x: Tensor) -> None:
+        self.net(x).sum().backward()
+        optimizer.step()
 
     model = Parts(run, net=nn.Linear(4, 1, bias=False))
     optimizer = start(model, loss_scale=1.0)
+    before = model.net.weight.clone()
+    with pytest.raises(RuntimeError, match=r"step\(\) was called inside of a forward.*master_weights=True"):
+        model(torch.ones(1, 4))
+    assert torch.equal(model.net.weight, before)
+    is_float32_outside(model)
+    optimizer.step()
+    assert not torch.equal(model.net.weight, before)
+
+
+def test_a_parameter_that_is_replaced_is_freed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mpinit.initialize(model, opt_level="O5", master_weights="model")
     model(torch.ones(1, 4))
-    torch.testing.assert_close(losses, [losses[0], losses[0] - 0.4, losses[0] - 0.8], atol=0.02, rtol=0)
+    old = weakref.ref(model[0].weight)
+    model[0] = nn.Linear(4, 4)
+    model(torch.ones(1, 4))
+    assert old() is None
 
 
 def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
@@ -176,7 +296,7 @@ def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
     assert equal_tensors(model.saved, dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("moment", ["ForwardWeights._new_casts", "_casts"])
+@pytest.mark.parametrize("moment", ["ForwardWeights._modules_to_enter", "WeightCasts.of"])
 def test_a_checkpoint_saved_by_a_signal_handler_while_a_forward_begins(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,36 +372,52 @@ class Momentum(nn.Module):
         return self.trained(x) - 0.5 * self.average(x)  # type: ignore[no-any-return]
 
 
+REFUSED = r"'weight' of shape \(4, 4\) in Momentum was written to.*keep_fp32"
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not know")
-def test_writes_of_a_compiled_forward_to_its_weights_count() -> None:
-    states = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = Momentum()
-        optimizer = torch.optim.SGD(model.trained.parameters(), lr=0.3)
-        mpinit.initialize(model, optimizer, "O5", master_weights="model")
-        before = model.average.weight.clone()
-        forward = torch.compile(model, backend="eager") if compiles else model
-        for _ in range(4):
-            optimizer.zero_grad()
-            forward(torch.ones(2, 4)).pow(2).mean().backward()
-            optimizer.step()
-        assert (model.average.weight - before).norm() > 0.1
-        states.append(dict(model.state_dict()))
-    torch.testing.assert_close(states[1], states[0], rtol=0.02, atol=0.005)
-
-
-@pytest.mark.parametrize("strict", [None, True, False], ids=["compile", "strict export", "export"])
-def test_writes_to_weights_are_refused_where_one_graph_is_wanted(strict: bool | None) -> None:
+@pytest.mark.parametrize("how", ["eager", "compile", "fullgraph", "strict export", "export"])
+def test_writes_of_a_forward_to_its_weights_are_refused(how: str) -> None:
     torch._dynamo.reset()
     model, x = Momentum(), torch.ones(2, 4)
     mpinit.initialize(model, opt_level="O5", master_weights="model")
-    with pytest.raises(RuntimeError, match=r"'weight' of shape \(4, 4\) in Momentum is written to in place"):
-        if strict is None:
-            torch.compile(model, backend="eager", fullgraph=True)(x)
-        else:
-            torch.export.export(model, (x,), strict=strict)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            if how == "eager":
+                model(x)
+            elif "export" in how:
+                torch.export.export(model, (x,), strict=how == "strict export")
+            else:
+                torch.compile(model, backend="eager", fullgraph=how == "fullgraph")(x)
+        is_float32_outside(model)
+    assert equal_tensors(before, dict(model.state_dict()))
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "data": lambda self: self.weight.data.mul_(2),
+    "data =": lambda self: setattr(self.weight, "data", self.weight.data * 2),
+    "detached": lambda self: self.weight.detach().mul_(2),
+    "replaced": lambda self: setattr(self, "weight", nn.Parameter(torch.ones_like(self.weight))),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
+def test_ways_to_write_in_a_forward_are_refused(write: Callable[[Any], Any]) -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                write(self)
+            return super().forward(x)
+
+    model = Writes(4, 4)
+    start(model)
+    weight = model.weight
+    expected = model.eval()(torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match="'weight' of shape"):
+        model.train()(torch.ones(1, 4))
+    assert model.weight is weight
+    assert torch.equal(model.eval()(torch.ones(1, 4)), expected)
 
 
 def test_modules_that_join_later_are_cast_as_well() -> None:
@@ -336,24 +472,6 @@ def test_a_renamed_parameter_is_cast_there() -> None:
     is_float32_outside(model)
 
 
-def test_casts_are_parameters_whose_data_is_watched_for_no_longer_than_a_forward() -> None:
-    class Looks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((type(self.weight), self.weight.dtype, "data" in vars(nn.Parameter)))
-            if len(seen) > 1:
-                raise ValueError("mine")
-            return super().forward(x)
-
-    seen: list[Any] = []
-    model = Looks(4, 4)
-    start(model)
-    model(torch.ones(1, 4))
-    with pytest.raises(ValueError, match="mine"):
-        model(torch.ones(1, 4))
-    assert seen == [(nn.Parameter, BF16, True)] * 2 and "data" not in vars(nn.Parameter)
-    is_float32_outside(model)
-
-
 def test_weights_computed_by_hooks_of_the_model_itself() -> None:
     model = nn.Linear(4, 4)
     prune.random_unstructured(model, "weight", 0.5)
@@ -396,95 +514,3 @@ def test_refusals_of_masters_in_the_model() -> None:
         model.half()
     with pytest.raises(RuntimeError, match=r"torch\.export"):
         torch.jit.script(model)
-
-
-@pytest.fixture
-def casts() -> Any:
-    return casts_with_float32_gradients
-
-
-def weights() -> list[nn.Parameter]:
-    torch.manual_seed(0)
-    dense = [torch.randn(8, 8).t(), torch.randn(3, 1).expand(3, 4), torch.randn(()), torch.randn(0, 3), torch.randn(5)]
-    return [nn.Parameter(each, requires_grad=index != 4) for index, each in enumerate(dense)]
-
-
-def test_casts_equal_tensor_to(casts: Any) -> None:
-    given = weights()
-    for cast, weight in zip(casts(given, BF16), given, strict=True):
-        expected = weight.to(BF16)
-        assert cast.dtype is BF16 and torch.equal(cast, expected)
-        assert cast.stride() == expected.stride()
-        assert cast.requires_grad == weight.requires_grad
-        assert cast.data_ptr() == 0 or cast.data_ptr() != weight.data_ptr()
-
-
-def test_gradients_of_several_uses_add_up_in_float32(casts: Any) -> None:
-    weight = nn.Parameter(torch.tensor([256.0]))
-    (cast,) = casts([weight], BF16)
-    (cast * 256 + cast).backward()
-    assert weight.grad is not None and weight.grad.dtype is F32 and weight.grad.item() == 257
-
-
-def test_a_weight_without_a_gradient_has_none_and_others_get_theirs(casts: Any) -> None:
-    given = weights()
-    made = casts(given, BF16)
-    (made[0].sum() * 2 + made[2]).backward()
-    assert given[1].grad is None and given[4].grad is None
-    assert given[0].grad is not None and given[0].grad.eq(2).all() and given[2].grad == 1
-
-
-def test_second_derivatives(casts: Any) -> None:
-    weight = nn.Parameter(torch.tensor([3.0]))
-    (cast,) = casts([weight], BF16)
-    (first,) = torch.autograd.grad(cast.pow(3).sum(), weight, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), weight)
-    assert (first.item(), second.item()) == (27, 18)
-
-
-def test_hooks_of_the_weight_see_the_whole_gradient(casts: Any) -> None:
-    weight, seen = nn.Parameter(torch.ones(2)), []
-    weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-    (cast,) = casts([weight], BF16)
-    (cast.sum() + cast.sum()).backward()
-    assert [each.tolist() for each in seen] == [[2, 2], [4, 4]]
-
-
-def test_each_node_stands_for_so_many_numbers(casts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float32_gradients, "_NUMBERS_AT_A_TIME", 10)
-    made = casts([nn.Parameter(torch.ones(4)) for _ in range(5)], BF16)
-    nodes = [made[0].grad_fn, made[2].grad_fn, made[4].grad_fn]
-    assert [cast.grad_fn for cast in made] == [nodes[0], nodes[0], nodes[1], nodes[1], nodes[2]]
-    assert len(set(nodes)) == 3
-
-
-class Other(nn.Parameter):
-    """A class that has casts of its own."""
-
-
-def test_what_is_not_a_plain_parameter_is_left_to_its_own_cast(casts: Any) -> None:
-    computed = nn.Parameter(torch.ones(2)) * 2
-    computed.__class__ = nn.Parameter
-    with torch.inference_mode():
-        without_versions = nn.Parameter(torch.ones(2))
-    sparse = nn.Parameter(torch.eye(2).to_sparse())
-    plain = nn.Parameter(torch.ones(3))
-    made = casts([Other(torch.ones(2)), computed, plain, without_versions, sparse], BF16)
-    assert [cast is None for cast in made] == [True, True, False, True, True]
-    assert made[2].grad_fn is not None
-
-
-def test_without_gradients_nothing_is_recorded(casts: Any) -> None:
-    with torch.no_grad():
-        assert not any(cast.requires_grad for cast in casts(weights(), BF16))
-    assert casts([], BF16) == []
-
-
-@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
-def test_a_backward_pass_that_is_compiled(casts: Any) -> None:
-    weight = nn.Parameter(torch.tensor([256.0]))
-    (cast,) = casts([weight], BF16)
-    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
-        (cast * 256 + cast).backward()
-    assert weight.grad is not None and weight.grad.item() == 257

@@ -17,7 +17,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "O4 of the model": {"opt_level": "O4", "patch_torch_functions": "model"},
     "O5": {"opt_level": "O5"},
     "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
 }
 Backward = Callable[[Tensor], None]
 
