@@ -6,15 +6,9 @@ napoleon reads Google docstrings as they are.
 
 from __future__ import annotations
 
-import re
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
-
-from docutils import nodes
-from sphinx import addnodes
-from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,7 +18,7 @@ project = "mpinit"
 release = version = mpinit.__version__
 author = "the mpinit developers"
 extensions = [
-    *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
+    *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"),
     "sphinx_copybutton",
 ]
 html_theme = "furo"
@@ -40,7 +34,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_typehints = "signature"
-# `initialize` has 34 arguments: one a line, where they do not fit into one.
+# `initialize` has many arguments: one a line, where they do not fit into one.
 python_maximum_signature_line_length = 100
 python_display_short_literal_types = True
 TORCH = "https://docs.pytorch.org/docs/stable/"
@@ -63,42 +57,3 @@ autoclass_content = "class"
 add_module_names = False
 # Headings name them already.
 toc_object_entries = False
-
-
-def _let_long_names_break(app: Any, tree: nodes.document, page: str) -> None:
-    """Let names in tables break after a dot and similar signs, because a table is as wide as its longest word."""
-    for cell in tree.findall(nodes.entry):
-        for literal in list(cell.findall(nodes.literal)):
-            parts = re.split(r"(?<=\w[._(=])(?=[A-Za-z])", literal.astext())
-            inside: list[nodes.Node] = [nodes.Text(parts[0])]
-            for part in parts[1:]:
-                inside += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
-            literal.children = []
-            literal.extend(inside)
-
-
-def _show_one_signature() -> None:
-    """Let autodoc show the signature of ``initialize`` itself, and not that of each overload, 34 arguments long."""
-    analyzer = ModuleAnalyzer.for_module("mpinit.initialization")
-    analyzer.analyze()
-    del analyzer.overloads["initialize"]
-
-
-def _add_short_anchors(app: Any, tree: nodes.document) -> None:
-    """Add the anchor ``mpinit.Audit`` to ``mpinit.inspect.audit.Audit``: links of viewcode from the source use it.
-
-    viewcode has one name for each module, and the functions of these modules are documented below ``mpinit``.
-    """
-    signatures = list(tree.findall(addnodes.desc_signature))
-    known = {anchor for signature in signatures for anchor in signature["ids"]}
-    for signature in signatures:
-        short = f"mpinit.{signature.get('fullname')}"
-        if signature["ids"] and short not in known:
-            signature["ids"].append(short)
-
-
-def setup(app: Any) -> None:
-    """Register the extensions; Sphinx calls it."""
-    app.connect("doctree-read", _add_short_anchors)
-    _show_one_signature()
-    app.connect("doctree-resolved", _let_long_names_break)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import NEEDED_BY_MARK, let_torchvision_load, marks_for, names_for, needs
+from frameworks import NEEDED_BY_MARK, let_torchvision_load, marks_for, names_for
 from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
@@ -118,15 +118,6 @@ def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
         outside = target.endswith(".md") and not (page.parent / target).resolve().is_relative_to(DOCS)
         assert page == README or not outside, f"{target}: the site has no page for it"
     assert page in (README, DOCS / "index.md") or page in links(DOCS / "index.md")
-
-
-def test_names_in_tables_break_between_their_words_only() -> None:
-    nodes = needs("docutils.nodes")
-    cell = nodes.entry("", nodes.literal("", "mpinit.stuck(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
-    runpy.run_path(str(DOCS / "conf.py"))["_let_long_names_break"](None, nodes.table("", cell), "page")
-    pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
-    shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
-    assert shown == [["mpinit.", "stuck(", "optimizer, n_", "steps=3)"], [".plot()"]]
 
 
 # A command at the beginning of a line of a block, or behind torchrun's -m.
