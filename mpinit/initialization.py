@@ -131,7 +131,7 @@ def initialize(
         >>> mpinit.undo(model)
     """
     arguments = locals()  # all of them: nothing else has a name yet
-    check_names(others, "initialize()", also=NO_PROPERTIES)
+    check_names(others, "initialize() has no keyword", also=NO_PROPERTIES)
     return start(
         models,
         optimizers,

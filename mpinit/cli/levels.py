@@ -36,7 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the table."""
     overrides = dict(_override(text) for text in arguments.set)
-    check_names(overrides, "--set")
+    check_names(overrides, "--set: there is no property")
     config = _config(arguments.config)
     config.pop("opt_level", None)
     chosen = arguments.levels or list(OPT_LEVELS)

@@ -24,7 +24,7 @@ NO_PROPERTIES: Final = (
     "config",
 )
 
-# Keywords that version 0.3 had, and what is written here in their place.
+# Names that a user may have met in older code, and what replaced each.
 _MOVED: Final = {
     **{
         name: f"it is {field} of loss_scale=mpinit.DynamicLossScale({field}=...)"
@@ -65,14 +65,20 @@ def check_level(opt_level: Any) -> str:
 
 
 def check_names(names: Iterable[Any], where: str, also: tuple[str, ...] = ()) -> None:
-    """Refuse the first name that is neither a property nor one of ``also``; name what replaced it, or the nearest."""
+    """Refuse the first name that is neither a property nor one of ``also``; name what replaced it, or the nearest.
+
+    Args:
+        names: the names that were passed.
+        where: the beginning of the message, such as "initialize() has no keyword".
+        also: further names that are allowed.
+    """
     for name in names:
         if name in _MOVED:
-            raise ValueError(f"{where} has no property {name!r} any more: {_MOVED[name]}")
+            raise ValueError(f"{where} {name!r} any more: {_MOVED[name]}")
         if name not in PROPERTIES and name not in also:
             near = difflib.get_close_matches(str(name), (*also, *PROPERTIES), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join((*also, *PROPERTIES))}"
-            raise ValueError(f"{where} has no property {name!r}{hint}")
+            raise ValueError(f"{where} {name!r}{hint}")
 
 
 def read_config(config: Config) -> tuple[dict[str, Any], str]:
@@ -90,7 +96,7 @@ def read_config(config: Config) -> tuple[dict[str, Any], str]:
         values = _read_toml(Path(config), source)
     else:
         raise TypeError(f"config={config!r} is neither a TOML file's path nor a mapping")
-    check_names(values, source, also=("opt_level",))
+    check_names(values, f"{source} has no property", also=("opt_level",))
     return values, source
 
 
@@ -129,7 +135,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
             level = check_level(config_level)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-    check_names(overrides, "initialize()")
+    check_names(overrides, "initialize() has no keyword")
     by_keyword = {name: value for name, value in overrides.items() if is_override(name, value)}
     chosen = {name: value for name, value in from_config.items() if is_override(name, value)} | by_keyword
     sources = {name: source for name in chosen if name not in by_keyword}

@@ -125,9 +125,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a property": (["levels", "--set", "los_scale=2"], "did you mean 'loss_scale'"),
     "a keyword that is no property": (
         ["levels", "--set", "models=2"],
-        "has no property 'models'. There are: cast_model_type,",
+        "there is no property 'models'. There are: cast_model_type,",
     ),
-    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "has no property 'dtype'; did you mean 'grad_dtype'"),
+    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "no property 'dtype'; did you mean 'grad_dtype'"),
     "an option": (["levels", "--bogus"], "unrecognized arguments: --bogus"),
     "no colon": (["explain", "cli_models"], "write the module, a colon and the name"),
     "no module": (["explain", "no_such_module:build"], "there is no module 'no_such_module'"),

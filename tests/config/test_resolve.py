@@ -111,7 +111,7 @@ def test_a_contradiction_names_both_sides_and_a_way(level: str, overrides: dict[
     ],
 )
 def test_an_unknown_keyword_finds_the_nearest_name(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=rf"initialize\(\) has no property '{name}'; did you mean '{near}'\?"):
+    with pytest.raises(ValueError, match=rf"initialize\(\) has no keyword '{name}'; did you mean '{near}'\?"):
         mpinit.initialize(torch.nn.Linear(2, 2), **{name: 1})
     with pytest.raises(ValueError, match=r"'zzz'\. There are: models, .*opt_level, .*cast_model_type, .*grad_dtype"):
         mpinit.initialize(torch.nn.Linear(2, 2), zzz=None)  # type: ignore[call-overload]

@@ -262,8 +262,8 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"opt_levle": "O2"}, r"^initialize\(\) has no property 'opt_levle'; did you mean 'opt_level'\?$"),
-        ({"zzz": 1}, "no property 'zzz'. There are: models, optimizers, opt_level, .*loss_scale"),
+        ({"opt_levle": "O2"}, r"^initialize\(\) has no keyword 'opt_levle'; did you mean 'opt_level'\?$"),
+        ({"zzz": 1}, "no keyword 'zzz'. There are: models, optimizers, opt_level, .*loss_scale"),
         ({"growth_interval": 100}, "any more: it is growth_interval of loss_scale=mpinit.DynamicLossScale"),
         ({"loss_scale": -1}, "loss_scale: input should be greater than .*'dynamic'.*but -1 was passed"),
         ({"loss_scale": "nan"}, "loss_scale: .*but 'nan' was passed"),
