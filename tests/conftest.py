@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import processes
 import pytest
 import quick_process
 import session_device
@@ -110,3 +111,11 @@ def start_casts() -> Iterator[StartCasts]:
     yield run
     for undo in reversed(undos):
         undo()
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return "ok" or the error of each test of a file that runs in several processes, by one launch of them."""
+    here = (item for item in request.session.items if item.path == request.path)
+    chosen = [item for item in here if not item.get_closest_marker("skip") and "outcomes" in item.fixturenames]
+    return processes.launch(request.path, {item.callspec.params["name"]: item.function.ranks for item in chosen})

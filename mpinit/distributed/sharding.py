@@ -27,16 +27,6 @@ def has_other_processes() -> bool:
     return is_distributed() and torch.distributed.get_world_size() > 1
 
 
-def arriving_gradient_dtype() -> torch.dtype | None:
-    """Return the ``grad_dtype`` of a 16-bit weight that has a float32 master.
-
-    Returns:
-        float32. In a process group None, which lets autograd keep any dtype: DDP's buckets have the weights' dtype, and
-        ``weight.grad`` may be a view of one.
-    """
-    return None if is_distributed() else torch.float32
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
@@ -95,21 +85,16 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
     return made
 
 
-def set_local_data(tensor: Any, part: torch.Tensor) -> None:
-    """Replace the memory of a tensor's part in this process by other memory of the same shape and dtype."""
-    if is_sharded(tensor):
-        tensor._local_tensor = part
-    else:
-        _TENSOR_DATA.__set__(tensor, part)
-
-
 def set_all_local_data(tensors: list[Any], parts: list[torch.Tensor], are_sharded: bool) -> None:
-    """Call :func:`set_local_data` for several tensors, in bulk if none of them is sharded."""
-    if are_sharded:
-        for tensor, part in zip(tensors, parts, strict=True):
-            set_local_data(tensor, part)
-    else:
+    """Replace the memory of tensors' parts in this process by other memory of the same shapes and dtypes."""
+    if not are_sharded:
         set_all_data(tensors, parts)
+        return
+    for tensor, part in zip(tensors, parts, strict=True):
+        if is_sharded(tensor):
+            tensor._local_tensor = part
+        else:
+            _TENSOR_DATA.__set__(tensor, part)
 
 
 def redistribute_like(tensor: Any, like: Any) -> torch.Tensor:
@@ -160,15 +145,20 @@ def model_parameters(models: Sequence[nn.Module]) -> dict[nn.Parameter, None]:
     return dict.fromkeys(shards.get(id(parameter), parameter) for parameter in found)
 
 
-def unreduced_gradients(groups: Iterable[Any]) -> list[torch.Tensor]:
-    """List the gradients that FSDP keeps for a later reduction: whole ones, and sums over a part of the ranks."""
-    found: list[torch.Tensor | None] = []
+def keep_gradients(groups: Iterable[Any]) -> bool:
+    """Return whether FSDP keeps gradients for a later reduction, or was told to keep those of the next pass.
+
+    ``set_requires_gradient_sync(False)`` keeps whole ones, ``set_requires_all_reduce(False)`` sums over a part of the
+    ranks. They are in no ``weight.grad``.
+    """
     for group in groups:
-        found.append(group._partial_reduce_output)
+        if not (group.reduce_grads and group.all_reduce_grads) or group._partial_reduce_output is not None:
+            return True
         for entry in group.fsdp_params:
-            found += (entry.unsharded_accumulated_grad, getattr(getattr(entry, "_unsharded_param", None), "grad", None))
-    # In torch 2.15 unsharded_accumulated_grad is _unsharded_param.grad itself: each gradient is listed once.
-    return [local(each) for each in {id(each): each for each in found if each is not None}.values()]
+            whole = getattr(entry, "_unsharded_param", None)
+            if entry.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return True
+    return False
 
 
 def reshard(modules: Collection[nn.Module]) -> bool:

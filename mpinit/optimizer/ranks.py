@@ -26,7 +26,7 @@ from ..distributed.sharding import (
     groups_of_fsdp,
     has_other_processes,
     is_distributed,
-    unreduced_gradients,
+    keep_gradients,
 )
 from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
 from ..model.boundary import ForwardGuard
@@ -186,15 +186,10 @@ class Ranks:
         """
         if scaler.is_identity:
             return
-        groups = self._fsdp()
-        if not all(each.reduce_grads and each.all_reduce_grads for each in groups) or unreduced_gradients(groups):
-            raise RuntimeError(_UNREDUCED)
-
-    def _fsdp(self) -> list[Any]:
-        # Listed once: fully_shard is called before initialize.
-        if self._fsdp_groups is None:
+        if self._fsdp_groups is None:  # listed once: fully_shard is called before initialize
             self._fsdp_groups = groups_of_fsdp([module for model in self.guard.models for module in modules_of(model)])
-        return self._fsdp_groups
+        if keep_gradients(self._fsdp_groups):
+            raise RuntimeError(_UNREDUCED)
 
     def have_reduced(self) -> bool:
         """Return whether gradients are those of all ranks at the end of a backward pass.
