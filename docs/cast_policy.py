@@ -1,6 +1,6 @@
 """The page ``reference/cast-policy.md``, from the cast lists, and what is in no list, as data measured with torch 2.13.
 
-The data is complete for ``torch.testing``'s database of operators; ``tests/functions/test_operators.py`` compares.
+The data is complete for ``torch.testing``'s database of operators; ``tests/autocast/test_operators.py`` compares.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from mpinit.torch_internals.cpu_autocast_list import RUNS_UNCAST
+from mpinit.autocast.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.autocast.cpu_autocast_list import RUNS_UNCAST
 
 # The matrix products inside run in 16 bits: float32 arguments come back in 16 bits.
 _PRODUCTS: Final = (
@@ -59,7 +59,7 @@ _MEANING: Final = {
 _INTRODUCTION: Final = """\
 # The cast policy
 
-Made from `mpinit/functions/cast_lists.py` by `python docs/generate.py`; a test compares the two.
+Made from `mpinit/autocast/cast_lists.py` by `python docs/generate.py`; a test compares the two.
 
 The tables list how O1 (`patch_torch_functions=True`) casts the arguments of each function. They apply to every device,
 in float16 and bfloat16.

@@ -8,14 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
-from .basics.input_classes import register_input
-from .basics.tables import counted
-from .config.loss_scale import DynamicLossScale
-from .config.properties import OPT_LEVELS, Properties
-from .distributed import norms
-from .distributed.float32_allreduce import float32_allreduce_hook
-from .distributed.sharding import is_sharded
-from .functions.registration import (
+from .autocast.registration import (
     float_function,
     half_function,
     promote_function,
@@ -23,12 +16,19 @@ from .functions.registration import (
     register_half_function,
     register_promote_function,
 )
+from .autocast.thread_flags import disable_casts
+from .basics.input_classes import register_input
+from .basics.tables import counted
+from .config.loss_scale import DynamicLossScale
+from .config.properties import OPT_LEVELS, Properties
+from .distributed import norms
+from .distributed.float32_allreduce import float32_allreduce_hook
+from .distributed.sharding import is_sharded
 from .grad_scaler import GradScaler
 from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
-from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 
 __all__ = [

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import functions
+from . import autocast
+from .autocast import encoder_fast_path
+from .autocast.thread_flags import thread_state
 from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.modules import ModelIndex, Names, modules_of
 from .basics.patching import Undo, UndoStack, for_each
@@ -43,9 +45,7 @@ from .optimizer.scaled_loss import Losses
 from .optimizer.state import cast_state, cast_states, with_wrapped
 from .scaling.scaler import LossScaler
 from .session_view import SessionView
-from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
-from .torch_internals.native_autocast import thread_state
 
 _numbers = itertools.count()
 _IN_BLOCK: Final = (
@@ -162,8 +162,8 @@ class Session:
             float32_state.install(self.models, index.names)
             hide_gradients(self.models, self._undos)
         if plan.properties.patch_torch_functions:
-            push(functions.apply(plan, owner=self))
-            push(functions.wrap(self.models))
+            push(autocast.apply(plan, owner=self))
+            push(autocast.wrap(self.models))
         push(partial(casting.rebuild_flat_weights_of, self.models))
         if selected.gathered:
             push(gather_in(index.names, selected.gathered))

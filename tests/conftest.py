@@ -16,10 +16,9 @@ from torch import nn
 from undo_snapshots import end_dropped_sessions
 
 import mpinit
-from mpinit import functions, registry
+from mpinit import autocast, registry
+from mpinit.autocast import installation, thread_flags
 from mpinit.basics.patching import Undo, undo_dropped
-from mpinit.functions import installation
-from mpinit.torch_internals import native_autocast
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -81,8 +80,8 @@ def _same_start() -> Iterator[None]:
         left_over.undo()
     # The examples in docstrings register functions too, torch.cumsum among them.
     installation.REGISTERED[:] = registered
-    native_autocast.thread_state.value.restore_after_ended_session()
-    native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
+    thread_flags.thread_state.value.restore_after_ended_session()
+    thread_flags.set_flags(dict.fromkeys(thread_flags.device_types(), False))
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def start_casts() -> Iterator[StartCasts]:
     undos: list[Undo] = []
 
     def run(**overrides: Any) -> Undo:
-        undos.append(functions.apply(o1_plan(**overrides)))
+        undos.append(autocast.apply(o1_plan(**overrides)))
         return undos[-1]
 
     yield run

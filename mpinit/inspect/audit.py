@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..autocast.thread_flags import CastsOff
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.tables import counted, plain_table
@@ -21,7 +22,6 @@ from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
 from ..session import Session
-from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.step_hooks import StepHooks
 from .copies import copy_of_optimizer, refuse_lazy, same_random_numbers
 

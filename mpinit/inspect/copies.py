@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import amp, registry
+from ..autocast.thread_flags import device_types
 from ..basics.trees import tensors_in
 from ..config.plan import CastPolicy
 from ..initialization import start
 from ..session import Session
-from ..torch_internals.native_autocast import device_types
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:

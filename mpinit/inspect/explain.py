@@ -10,10 +10,10 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from ..autocast.cast_lists import TORCH_POLICY, Cast
 from ..basics.dtypes import dtype_name
 from ..basics.tables import bytes_text, counted, plain_table
 from ..basics.trees import tensors_in
-from ..functions.cast_lists import TORCH_POLICY, Cast
 from ..session import Session
 from .copies import (
     as_initialized,

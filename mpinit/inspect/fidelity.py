@@ -8,10 +8,10 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from ..autocast.thread_flags import CastsOff
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
 from ..distributed.sharding import is_sharded
-from ..torch_internals.native_autocast import CastsOff
 from .copies import (
     as_initialized,
     copied_inputs,

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autocast.forward_casts import NO_CASTS, ForwardCasts
+from ..autocast.thread_flags import is_on, present_state, set_state
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..basics.weak_references import Models, OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
-from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
-from ..torch_internals.native_autocast import is_on, present_state, set_state
 from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_notes import add_note

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import torch
 
+from ..autocast.thread_flags import CastsAs, CastsOff, flags, is_on
 from ..config.plan import Plan
-from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from .gradients import Gradients, begin_evaluations
 from .members import Members, Snapshot
 from .per_parameter import steps_per_parameter

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from ..autocast.thread_flags import CastsOff, is_on
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
 from ..config.plan import Plan
@@ -20,7 +21,6 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
 from ..torch_internals.fused_sgd import unfused
-from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
 from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler
 from .gradients import Done, Gradients, GradientSample, largest

@@ -19,8 +19,8 @@ from torch import nn
 
 import mpinit
 from mpinit import registry
-from mpinit.functions.installation import INSTALLATION
-from mpinit.torch_internals import native_autocast
+from mpinit.autocast import thread_flags
+from mpinit.autocast.installation import INSTALLATION
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -212,7 +212,7 @@ def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) ->
     del held, model, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None] * len(watched)
-    assert not native_autocast.is_on(), "casts go with their session"
+    assert not thread_flags.is_on(), "casts go with their session"
     mpinit.initialize(CASES["cnn"].build(), opt_level="O1")
     assert len(INSTALLATION._sessions) == 1, "what stood in torch's namespaces goes at the next initialize"
     assert "data" not in vars(nn.Parameter)

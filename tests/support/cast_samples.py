@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpinit.functions.cast_lists import TORCH_POLICY
+from mpinit.autocast.cast_lists import TORCH_POLICY
 
 ROWS = {name: row for row in TORCH_POLICY for name in row.names}
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_module_registration_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from mpinit.autocast import thread_flags
 from mpinit.basics.patching import undo_dropped
-from mpinit.torch_internals import native_autocast
 
 KINDS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
@@ -47,7 +47,7 @@ def namespace() -> dict[str, Any]:
         for name, value in vars(owner).items()
         if name != "__warningregistry__"
     }
-    for device in native_autocast.device_types():
+    for device in thread_flags.device_types():
         seen[f"autocast {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     seen["hooks"] = [*_global_optimizer_pre_hooks, *_global_module_registration_hooks]
     seen["autocast cache"] = torch.is_autocast_cache_enabled()

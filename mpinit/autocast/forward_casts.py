@@ -1,14 +1,14 @@
 """The autocast state inside the forward of an initialised model, whichever state the caller has."""
 
 import contextlib
-import sys
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
 from ..basics.logs import warn_user
-from .native_autocast import (
+from ..torch_internals.running import current_pass
+from .thread_flags import (
     State,
     ThreadAutocast,
     flags,
@@ -39,7 +39,7 @@ class ForwardCasts:
     - The flag is on: it stays on, with this dtype.
     - The flag and the weight-cast cache are off: the user switched casts off, so the flag stays off.
     - The flag is off inside a ``torch.autocast`` block of this thread: the block switched it off, so it stays off. The
-      exception is a block that torch opened to restore the state of a checkpoint's recomputation.
+      exception is a backward pass, where a block restores the state of the forward that is computed again.
     - The flag is off otherwise, as in a new thread or with ``patch_torch_functions="model"``: it is switched on, with
       this dtype.
 
@@ -62,9 +62,10 @@ class ForwardCasts:
             set_state(_without_sessions(thread, state, depth))
             return
         depth = torch.autocast_increment_nesting()
+        is_in_backward = current_pass() != -1
         any_on = False
         for device, on, dtype_before in before:
-            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or _is_recomputing()):
+            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or is_in_backward):
                 torch.set_autocast_enabled(device, True)
                 on = True
             any_on = any_on or on
@@ -129,9 +130,9 @@ def _without_sessions(thread: ThreadAutocast, state: State, depth: int) -> State
         state, depth = found, outside
     if depth == 0:
         return thread.base or state
-    if state[1] or not _is_recomputing():
+    if state[1] or current_pass() == -1:
         return state
-    # The block restores the casts of the original forward, and these were a session's.
+    # In a backward pass the block restores the casts of the original forward, and these were a session's.
     return thread.base or ([(device, False, dtype) for device, _, dtype in state[0]], True)
 
 
@@ -148,17 +149,3 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     if caching and not thread_state.value.forwards:
         return contextlib.nullcontext()
     return traced(dict.fromkeys(on, False), None, caching=True)
-
-
-def _is_recomputing() -> bool:
-    """Return whether this call is inside a checkpoint's recomputation.
-
-    torch then has opened an autocast block, which restores the state of the original forward. This walks up the stack,
-    which is rare: it is called only if the flag is off inside an open block.
-    """
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
-            return True
-        frame = frame.f_back
-    return False

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mpinit
-from mpinit.functions import apply
-from mpinit.functions.cast_lists import TORCH_POLICY, Cast, CastRow
-from mpinit.torch_internals.forward_casts import ForwardCasts
-from mpinit.torch_internals.native_autocast import disable_casts
+from mpinit.autocast import apply
+from mpinit.autocast.cast_lists import TORCH_POLICY, Cast, CastRow
+from mpinit.autocast.forward_casts import ForwardCasts
+from mpinit.autocast.thread_flags import disable_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
 

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import TreeCast
-from ..torch_internals import cudnn_weights
-from ..torch_internals.native_autocast import call_without_casts, device_types
+from . import cudnn_weights
 from .cast_lists import CASTS_INSIDE, Cast, CastRow
+from .thread_flags import call_without_casts, device_types
 
 Function = Callable[..., Any]
 

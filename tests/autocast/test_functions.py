@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from undo_snapshots import differences, end_dropped_sessions, namespace
 
 import mpinit
-from mpinit.functions import apply
-from mpinit.torch_internals.native_autocast import is_on
+from mpinit.autocast import apply
+from mpinit.autocast.thread_flags import is_on
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)

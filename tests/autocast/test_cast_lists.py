@@ -14,7 +14,7 @@ from cast_samples import resolve
 from casts import BF16, FP32, HALF, LOWER, StartCasts
 from torch.nn import functional as F
 
-from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.autocast.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 
 POLICIES = pytest.mark.parametrize("rows", [TORCH_POLICY, APEX_POLICY], ids=["torch", "apex"])
 

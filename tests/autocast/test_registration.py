@@ -23,7 +23,7 @@ from mpinit import (
     register_half_function,
     register_promote_function,
 )
-from mpinit.functions import installation
+from mpinit.autocast import installation
 
 
 @pytest.fixture

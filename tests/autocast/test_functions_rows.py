@@ -13,10 +13,10 @@ from casts import BF16, FP32, HALF, StartCasts
 from session_device import device
 from torch.utils._pytree import tree_leaves
 
-from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.forward_casts import ForwardCasts
-from mpinit.torch_internals.native_autocast import device_types
+from mpinit.autocast import thread_flags
+from mpinit.autocast.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.autocast.forward_casts import ForwardCasts
+from mpinit.autocast.thread_flags import device_types
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(upsample|deprecated|reduction|swap|size_average|RNN module weights are not part of single)"
@@ -70,7 +70,7 @@ def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
     accelerator: str, monkeypatch: pytest.MonkeyPatch, start_casts: StartCasts
 ) -> None:
     """CUDA is on the rows' lists and Metal is not: one wrapper for the CPU inside another."""
-    monkeypatch.setattr(native_autocast, "_devices", ("cpu", accelerator))
+    monkeypatch.setattr(thread_flags, "_devices", ("cpu", accelerator))
     start_casts()
     for row in TORCH_POLICY:
         for name in row.names:

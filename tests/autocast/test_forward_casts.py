@@ -11,9 +11,9 @@ import torch
 from casts import BF16, FP32, HALF, StartCasts, in_thread, product_dtype
 from torch.nn import functional as F
 
-from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.forward_casts import ForwardCasts
-from mpinit.torch_internals.native_autocast import device_types, disable_casts
+from mpinit.autocast import thread_flags
+from mpinit.autocast.forward_casts import ForwardCasts
+from mpinit.autocast.thread_flags import device_types, disable_casts
 
 
 @pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
@@ -21,7 +21,7 @@ def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
     present: bool, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else torch.autocast warns of the missing device, for someone who only ever uses the CPU."""
-    monkeypatch.setattr(native_autocast, "_devices", ())
+    monkeypatch.setattr(thread_flags, "_devices", ())
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
     assert device_types() == expected

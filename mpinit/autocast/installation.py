@@ -15,10 +15,10 @@ import torch
 from ..basics.logs import log
 from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_dropped
 from ..config.plan import Plan
-from ..torch_internals import cpu_autocast_list, encoder_fast_path
-from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
+from . import cpu_autocast_list, encoder_fast_path
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
 from .casters import user_wrapper, wrapper
+from .thread_flags import ThreadCasts, call_without_casts, device_types, is_on
 
 _MARK: Final = "+mpinit"
 

@@ -18,10 +18,10 @@ from interruptions import Where, interrupt, places
 from undo_snapshots import differences, end_dropped_sessions, namespace
 
 import mpinit
-from mpinit.functions import apply
-from mpinit.functions.installation import INSTALLATION
-from mpinit.torch_internals.forward_casts import ForwardCasts
-from mpinit.torch_internals.native_autocast import CastsOff, device_types, disable_casts, is_on
+from mpinit.autocast import apply
+from mpinit.autocast.forward_casts import ForwardCasts
+from mpinit.autocast.installation import INSTALLATION
+from mpinit.autocast.thread_flags import CastsOff, device_types, disable_casts, is_on
 
 
 class Owner:
@@ -177,7 +177,7 @@ def test_a_block_of_the_users_around_a_forward_without_casts_counts(live: bool) 
 
 
 device_types()  # found out once in a process, by the first that asks
-TRACED = ("functions/", "basics/patching.py", "torch_internals/")
+TRACED = ("autocast/", "basics/patching.py", "torch_internals/")
 
 
 def state() -> dict[str, Any]:

@@ -17,11 +17,11 @@ from cast_samples import ROWS
 from casts import BF16, FP32, HALF, in_thread, listed_on_cpu_only, o1_plan
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mpinit.functions import apply
-from mpinit.functions.cast_lists import Cast
-from mpinit.functions.installation import resolve_owner
-from mpinit.torch_internals.cpu_autocast_list import RUNS_UNCAST
-from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.autocast import apply
+from mpinit.autocast.cast_lists import Cast
+from mpinit.autocast.cpu_autocast_list import RUNS_UNCAST
+from mpinit.autocast.forward_casts import ForwardCasts
+from mpinit.autocast.installation import resolve_owner
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
