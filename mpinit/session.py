@@ -273,7 +273,6 @@ class Session:
             is_o1 = self.properties.patch_torch_functions is True
             if is_o1 and thread_state.value.has_later_block():
                 raise RuntimeError(_IN_BLOCK)
-            self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
             # On the stack, which runs the other undos even if one of these raises.
             for managed in self.managed.patched():

@@ -137,7 +137,7 @@ class FullMasters(Masters):
     def values(self, master: Master) -> torch.Tensor:
         """Return the master's own memory if its weight was not written to; otherwise a tensor computed by the law."""
         assert isinstance(master, FullMaster)
-        self.check_data()
+        self.check_data_of(master)
         self._move(master)
         parameter: torch.Tensor = TENSOR_DETACH(master.parameter)
         if self.are_in_model or not self.is_cast(master) or master.weight.is_meta:

@@ -196,14 +196,16 @@ class Masters(ABC):
             RuntimeError: there is one.
         """
         for key in has_other_data() & self._of.keys() if has_other_data() else ():
-            master = self._of[key]
-            weight, shape = master.weight, master.parameter.shape
-            if master.dtype in LOWER_PRECISION and (weight.dtype, weight.shape) != (master.dtype, shape):
-                raise RuntimeError(
-                    _OTHER_DATA.format(
-                        self.names.of(weight), weight.dtype, tuple(weight.shape), master.dtype, tuple(shape)
-                    )
-                )
+            self.check_data_of(self._of[key])
+
+    def check_data_of(self, master: Master) -> None:
+        """Do the same as :meth:`check_data` for one weight."""
+        weight, shape = master.weight, master.parameter.shape
+        if id(weight) not in has_other_data() or master.dtype not in LOWER_PRECISION:
+            return
+        if (weight.dtype, weight.shape) != (master.dtype, shape):
+            given = self.names.of(weight), weight.dtype, tuple(weight.shape)
+            raise RuntimeError(_OTHER_DATA.format(*given, master.dtype, tuple(shape)))
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:

@@ -97,7 +97,7 @@ class SplitMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         assert isinstance(master, SplitMaster)
-        self.check_data()
+        self.check_data_of(master)
         weight = shard(master.weight)
         joined = weight.to(torch.float32, copy=True)
         if master.remainder is not None:

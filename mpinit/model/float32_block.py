@@ -40,6 +40,8 @@ class Float32Block:
         self._slots: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         # The versions of the 16-bit tensors at the beginning.
         self._versions: list[int] = []
+        # The full masters in the modules, and their memory.
+        self._full: list[tuple[FullMaster, torch.Tensor]] = []
         # The ends of autograd's graphs: a graph that is made inside refers to these, and not to others.
         self._nodes: list[Any] = []
 
@@ -56,6 +58,7 @@ class Float32Block:
             masters.follow(full)
             masters.count_writes(full)  # users may keep them
             masters.watch([master.parameter for master in full])
+        self._full = [(m, TENSOR_DATA.__get__(m.parameter)) for m in {id(m): m for m in full}.values()]
         wide: dict[int, torch.Tensor] = {}
         for *_, tensor in found:
             if id(tensor) not in wide:
@@ -117,23 +120,27 @@ class Float32Block:
                     if id(each) in narrow:
                         own[name] = tensor = narrow[id(each)]
                         faults[id(tensor)] = tensor, "was put into another place"
-        full: list[FullMaster] = []
         for tensor, wide in {id(tensor): (tensor, wide) for *_, tensor, wide in slots}.values():
             if isinstance(tensor, nn.Parameter) and (fault := _fault(tensor, wide)):
                 faults.setdefault(id(tensor), (tensor, fault))
-            master = self._values.masters.of(tensor)
-            if isinstance(master, FullMaster):
-                full.append(master)
-                if (wide.dtype, wide.shape) != (torch.float32, tensor.shape):
-                    set_data(wide, tensor.detach().float())
-            else:
+            if not isinstance(self._values.masters.of(tensor), FullMaster):
                 self._bring_back(tensor, wide, present[id(wide)])
-        if full:
-            self._values.masters.batch(full, full[0].weight.device).write()
+        self._round_masters()
         _rebuild_rnns(modules)
         if faults:
             tensor, fault = next(iter(faults.values()))
             raise RuntimeError(_CHANGED.format(f"the parameter {names.of(tensor)!r} {fault}", _WAYS[fault]))
+
+    def _round_masters(self) -> None:
+        for master, memory in self._full:
+            # The user's code has replaced the data, by numbers that are its own.
+            if master.parameter.data_ptr() != memory.data_ptr():
+                if master.parameter.shape == memory.shape:
+                    memory.copy_(master.parameter)
+                set_data(master.parameter, memory)
+        masters, self._full = [master for master, _ in self._full], []
+        if masters:
+            self._values.masters.batch(masters, masters[0].weight.device).write()
 
     def _bring_back(self, tensor: torch.Tensor, wide: torch.Tensor, present: torch.Tensor) -> None:
         """Round a float32 tensor into its 16-bit one, and empty it: somebody may keep it."""

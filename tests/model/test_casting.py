@@ -214,16 +214,26 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("masters", [True, "split"])
-def test_float32_data_that_replaces_a_weights_own_counts_exactly(masters: Any) -> None:
+def test_float32_data_that_replaces_a_weights_own_is_refused_outside_of_a_block(masters: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters)
     numbers = torch.arange(12.0).sqrt()
-    vector_to_parameters(numbers, model.parameters())
-    model(torch.ones(1, 2))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     with mpinit.float32_weights(model):
-        assert torch.equal(parameters_to_vector(model.parameters()), numbers)
+        vector_to_parameters(numbers, model.parameters())
+    expected = numbers.clone()
+    numbers.zero_()  # the masters have memory of their own
+    with mpinit.float32_weights(model):
+        assert torch.equal(parameters_to_vector(model.parameters()), expected)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    vector_to_parameters(numbers, model.parameters())
+    for use in (lambda: model(torch.ones(1, 2)), optimizer.step, model.state_dict):
+        with pytest.raises(RuntimeError, match=r"'0.weight' was replaced by a tensor of torch.float32.*copy_\(\)"):
+            use()
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        parameter.data = values
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)

@@ -44,17 +44,6 @@ def test_the_first_trace_of_a_model_passes_torch_s_check(network: str, level: st
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_write_before_a_trace_counts_and_is_in_no_graph(level: str) -> None:
-    model, x = started("cnn", level)
-    with torch.no_grad():
-        bias = model.state_dict()["head.bias"]
-        bias.add_(1)
-    traced = torch.jit.trace(model, x)
-    assert torch.equal(traced(x), model(x))
-    assert torch.equal(model.head.bias, bias.to(model.head.bias.dtype))
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_tensorboard_adds_the_graph_of_a_model(level: str, tmp_path: Path) -> None:
     needs("tensorboard")
     tensorboard = needs("torch.utils.tensorboard")

@@ -80,15 +80,14 @@ def test_compiled_training_is_eager_training_in_one_graph_whatever_the_scale_doe
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_compiled_autograd_works_or_is_refused_by_torch(level: str) -> None:
-    """Inside compiled functions it is nothing but a setting; around a backward pass it knows no float32 gradients."""
+def test_compiled_autograd_computes_the_same_gradients(level: str) -> None:
+    """Run a backward pass under compiled autograd: weights have no grad_dtype, which it does not know."""
     enable = compiled_autograd._enable
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level, loss_scale=1.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         scaled.backward(retain_graph=True)
     plain = [parameter.grad for parameter in mpinit.master_params(optimizer)]
@@ -100,17 +99,7 @@ def test_compiled_autograd_works_or_is_refused_by_torch(level: str) -> None:
         with mpinit.scale_loss(loss, optimizer) as scaled, compiles:
             scaled.backward()
 
-    if level == "O1":
-        backward()
-    else:
-        with pytest.raises(RuntimeError, match="dtype"):
-            backward()
-        # Nothing has changed, and training goes on.
-        assert all(parameter.grad is None for parameter in mpinit.master_params(optimizer))
-        assert all(map(torch.equal, before, model.parameters()))
-        loss, setting = model(torch.ones(1, 4)).sum(), torch._dynamo.config.patch(compiled_autograd=True)
-        with mpinit.scale_loss(loss, optimizer) as scaled, setting:
-            scaled.backward()
+    backward()
     for parameter, expected in zip(mpinit.master_params(optimizer), plain, strict=True):
         assert expected is not None and parameter.grad is not None
         assert torch.equal(parameter.grad, expected)
