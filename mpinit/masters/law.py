@@ -73,7 +73,10 @@ def join_(values: torch.Tensor, remainder: torch.Tensor) -> None:
         values: float32.
         remainder: int16, of the same shape.
     """
-    counts = (values != 0) & values.isfinite()
+    counts = values != 0
+    # Not isfinite(), which takes a float32 temporary. A nan is in neither.
+    counts &= values > -math.inf
+    counts &= values < math.inf
     values.view(torch.int32).add_(remainder.where(counts, 0))
 
 

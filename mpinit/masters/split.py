@@ -29,7 +29,7 @@ from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory of up to this size is kept between steps: for small weights its layout needs more time than the step.
 _KEPT_BYTES: Final = 16 * 2**20
-# How many numbers are split at a time, so that temporaries are small.
+# How many numbers are split or joined at a time, so that temporaries are small.
 _PIECE: Final = 1 << 20
 
 
@@ -195,7 +195,8 @@ class _Bucket(MasterBatch):
         self._lay_out(buffer)
         values = buffer[: self._numel]
         torch._foreach_copy_(list(values.split_with_sizes(self._sizes)), self._flat)
-        join_(values, self._remainder)
+        for part, remainder in zip(values.unsafe_split(_PIECE), self._remainder.unsafe_split(_PIECE), strict=True):
+            join_(part, remainder)
         set_all_local_data(self._parameters, self._values, self._are_sharded)
 
     @without_gradients

@@ -227,7 +227,7 @@ def test_float32_data_that_replaces_a_weights_own_is_refused_outside_of_a_block(
         assert torch.equal(parameters_to_vector(model.parameters()), expected)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     vector_to_parameters(numbers, model.parameters())
-    for use in (lambda: model(torch.ones(1, 2)), optimizer.step, model.state_dict):
+    for use in (lambda: model(torch.ones(1, 2)), optimizer.step):
         with pytest.raises(RuntimeError, match=r"'0.weight' was replaced by a tensor of torch.float32.*copy_\(\)"):
             use()
     for parameter, values in zip(model.parameters(), before, strict=True):
