@@ -107,8 +107,7 @@ class Float32State:
     def _entry(self, tensor: torch.Tensor, saved: torch.Tensor, state_dict: dict[str, Any], key: str) -> torch.Tensor:
         """Return the float32 copy of a tensor: one for all of its names, because in torch these share memory, too."""
         first, known = self._made.get(id(tensor), (key, None))
-        made = None if known is None else known()
-        if made is not None and state_dict.get(first) is made:
+        if known is not None and (made := known()) is not None and state_dict.get(first) is made:
             return made
         parameter = parameter_of(tensor) if ACTIVE_CASTS else None
         values = parameter if parameter is not None or self._values is None else self._values.of(tensor)
