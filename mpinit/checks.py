@@ -91,6 +91,7 @@ def check(
     for model in models:
         _check_not_prepared(model)
     index = ModelIndex(models)
+    _check_not_scripted(index)
     if reshard(index.names):
         index.read_tensors()  # those before were the weights that FSDP had gathered
     _check_not_wrapped(index, plan)
@@ -138,11 +139,6 @@ def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
 
 def _check_not_prepared(model: nn.Module) -> None:
     kind = type(model).__name__
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            f"the model is a torch.jit.ScriptModule ({kind}), whose forward is compiled and cannot have casts put "
-            "around it: call mpinit.initialize on the module that it was made from, and torch.jit.trace that"
-        )
     # Lightning Fabric's setup and Accelerate's prepare add these.
     if "_forward_module" in model._modules:
         raise ValueError(
@@ -156,6 +152,16 @@ def _check_not_prepared(model: nn.Module) -> None:
             "_original_forward is inside): prepare it with Accelerator(mixed_precision='no'), or call "
             "mpinit.initialize before prepare does"
         )
+
+
+def _check_not_scripted(index: ModelIndex) -> None:
+    for name, module in index.named_modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{repr(name) if name else 'the model'} is a torch.jit.ScriptModule ({type(module).__name__}), whose "
+                "forward is compiled and cannot have casts put around it: call mpinit.initialize with the module that "
+                "it was made from in its place, and torch.jit.trace the model afterwards"
+            )
 
 
 def _check_not_fully_sharded(index: ModelIndex) -> None:

@@ -311,10 +311,6 @@ def patch_forwards(
     within = {module for name, module in index.named_modules if name}
     casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
-    scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
-    if scripted.difference(selection.float32_modules):
-        why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'
-        raise ValueError(f"{why}, which is a part of the model: use master_weights=True, or name it in keep_fp32")
     weight_casts = None
     if casts_weights:
         models = Models(selection.models)

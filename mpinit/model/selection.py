@@ -182,8 +182,6 @@ def _with_tensors(index: ModelIndex, float32_modules: Container[nn.Module]) -> s
 
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called and its forward patched."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
     return "forward" in vars(module) or type(module).forward is not _forward_unimplemented
 
 

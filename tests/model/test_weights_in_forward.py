@@ -503,11 +503,6 @@ def test_refusals_of_masters_in_the_model() -> None:
     for level in ("O0", "O1"):
         with pytest.raises(ValueError, match=r"master_weights=.model. contradicts"):
             mpinit.initialize(model, opt_level=level, master_weights="model")
-    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match=r"into a torch\.jit\.ScriptModule.*=True"):
-        start(scripted)
-    start(scripted, keep_fp32=["1"])
-    scripted(torch.ones(1, 4))
     start(model)
     assert "master_weights = model" in mpinit.describe(model)
     with pytest.raises(RuntimeError, match=r"mpinit\.undo"):

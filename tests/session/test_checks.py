@@ -62,6 +62,10 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
     ),
     "dp": (nn.DataParallel, ["wrapped in DataParallel"]),
     "script": (torch.jit.script, ["ScriptModule", "torch.jit.trace"]),
+    "a scripted part": (
+        lambda model: nn.Sequential(nn.Linear(2, 2), torch.jit.script(model)),
+        ["'1' is a torch.jit.ScriptModule", "torch.jit.trace"],
+    ),
     "trace": (lambda model: torch.jit.trace(model, torch.ones(1, 2)), ["ScriptModule", "made from"]),
 }
 
