@@ -209,90 +209,6 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-@pytest.fixture
-def pair_messages() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = net()
-    return model, sgd(model)
-
-
-def says(caught: Any, *parts: str) -> None:
-    missing = [part for part in parts if part.lower() not in str(caught.value).lower()]
-    assert not missing, f"{missing} not in: {caught.value}"
-
-
-@pytest.mark.parametrize(
-    ("models", "optimizers"),
-    [("model", None), (None, None), ([nn.Linear(1, 1), 3], None), (nn.Linear(1, 1), "adam"), (nn.Linear(1, 1), [None])],
-)
-def test_what_is_no_module_or_optimizer_is_a_type_error_that_names_it(models: Any, optimizers: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        mpinit.initialize(models, optimizers, "O2")
-    assert re.search("Module|Optimizer", str(caught.value))
-
-
-NET = net()
-
-
-@pytest.mark.parametrize(
-    ("models", "optimizers", "said"),
-    [
-        (sgd(NET), NET, "models must be a torch.nn.Module, or a list or tuple of them; got SGD. .* swapped"),
-        (NET.parameters(), None, r"got generator, as model.parameters\(\) .*pass the model itself"),
-        (NET, NET.parameters(), "got generator, .*pass the optimizer that was made from the parameters"),
-        (NET, list(NET.parameters()), "got Parameter, .*pass the optimizer"),
-        (NET.state_dict(), None, r"got OrderedDict, as state_dict\(\) returns: pass the object"),
-        (nn.Linear, None, "got the class Linear, not an object of it"),
-        (3, 4, "models must be a torch.nn.Module, .*got int$"),
-        ([NET, None], None, "got NoneType$"),
-    ],
-)
-def test_likely_mistakes_are_named(models: Any, optimizers: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        mpinit.initialize(models, optimizers)
-
-
-def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    mpinit.initialize(*pair_messages)
-    with pytest.raises(TypeError, match=r"got Tensor\. The loss comes first .* swapped"):
-        mpinit.scale_loss(pair_messages[1], torch.ones(()))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Sequential is no optimizer of session \d+ .*: pass the optimizer"):
-        next(mpinit.master_params(pair_messages[0]))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"opt_levle": "O2"}, r"^initialize\(\) has no keyword 'opt_levle'; did you mean 'opt_level'\?$"),
-        ({"zzz": 1}, "no keyword 'zzz'. There are: models, optimizers, opt_level, .*loss_scale"),
-        ({"growth_interval": 100}, "any more: it is growth_interval of loss_scale=mpinit.DynamicLossScale"),
-        ({"loss_scale": -1}, "loss_scale: input should be greater than .*'dynamic'.*but -1 was passed"),
-        ({"loss_scale": "nan"}, "loss_scale: .*but 'nan' was passed"),
-        ({"opt_level": "O2", "keep_fp32": "hedd"}, "'hedd' matches no module; there are '0', '1'"),
-        ({"opt_level": "O2", "keep_fp32": "10"}, "'10' matches no module; near it are '1', '0'"),
-    ],
-)
-def test_refused_keyword_lists_the_allowed_ones(keywords: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        mpinit.initialize(net(), **keywords)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("o2", "opt_level='o2' is not a level; the levels are 'O0'"),
-        (2, "the capital letter O and a number"),
-        (torch.float16, "opt_level=torch.float16 is not a level"),
-        (True, "apex's third argument, enabled, is a keyword here"),
-    ],
-)
-def test_a_value_that_is_no_level_is_answered_with_the_levels(given: Any, meant: str) -> None:
-    model = net()
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize(model, sgd(model), given)
-    says(caught, meant, "'O5'")
-    assert "digit" not in str(caught.value)
-
-
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "add_optimizers": (mpinit.add_optimizers, TypeError, "optimizers must be a torch.optim.Optimizer"),
     "undo": (mpinit.undo, ValueError, "is not initialised, so there is nothing to undo"),
@@ -323,34 +239,8 @@ def test_an_error_of_the_users_own_code_is_shown_whole() -> None:
     assert caught.traceback[-1].name == "keep"
 
 
-def test_the_same_optimizer_twice(pair_messages: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    model, optimizer = pair_messages
-    mpinit.initialize(model, optimizer, "O2")
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize(net(), optimizer, "O2")
-    says(caught, "SGD", "undo")
-
-
 def test_a_fourth_positional_argument_is_refused() -> None:
     model = net()
     with pytest.raises(TypeError, match="from 1 to 3 positional arguments"):
         mpinit.initialize(model, sgd(model), "O2", True)  # type: ignore[call-overload]
     assert next(model.parameters()).dtype is torch.float32
-
-
-def test_duplicates_in_one_call() -> None:
-    model = net()
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize([model, model], sgd(model), "O2")
-    says(caught, "Sequential")
-    optimizer = sgd(model)
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize(model, [optimizer, optimizer], "O2")
-    says(caught, "SGD")
-
-
-@pytest.mark.parametrize("owner", ["model", nn.Linear(1, 1), [nn.Linear(1, 1)]])
-def test_undo_of_what_was_never_initialised(owner: Any) -> None:
-    with pytest.raises(ValueError) as caught:
-        mpinit.undo(owner)
-    says(caught, "Linear" if owner != "model" else "str", "not initialised")

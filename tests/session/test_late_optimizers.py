@@ -268,15 +268,6 @@ def test_add_optimizers_returns_its_arguments(box: Callable[..., Any]) -> None:
     assert mpinit.add_optimizers(given) is given
 
 
-def test_scale_loss_before_any_optimizer() -> None:
-    model = waiting("O2-float16")
-    loss = mse(model, batches(1)[0])
-    with pytest.raises(RuntimeError, match=r"awaits its optimizers: call mpinit\.add_optimizers"):
-        mpinit.scale_loss(loss, [])
-    with pytest.raises(RuntimeError, match=r"or to mpinit\.add_optimizers"):
-        mpinit.scale_loss(loss, momentum(model.parameters()))
-
-
 @with_masters
 def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
     model, other = waiting(setting), mlp(1)

@@ -39,29 +39,6 @@ def test_backward_without_with_is_answered_with_the_with(level: str) -> None:
     assert mpinit.step_counts(optimizer) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (lambda loss: loss.item(), r"must be a tensor, not float: pass the loss itself, without .item\(\)"),
-        (lambda loss: loss.detach().numpy(), "must be a tensor, not ndarray: pass the loss itself"),
-        (lambda loss: type("Output", (), {"loss": loss})(), "not Output: pass the loss of this output, output.loss"),
-        (lambda loss: {"nll": loss}, "must be a tensor, not dict$"),
-    ],
-)
-def test_a_loss_that_is_no_tensor_is_answered_with_the_one_to_give(loss: Any, said: str) -> None:
-    model, optimizer = pair()
-    with pytest.raises(TypeError, match=said):
-        mpinit.scale_loss(loss(loss_of(model)), optimizer)
-
-
-def test_a_model_in_the_place_of_the_optimizer_is_answered_with_the_call() -> None:
-    model, _ = pair()
-    for given in (model, [model]):
-        with pytest.raises(TypeError, match=r"as mpinit.scale_loss\(loss, optimizer\)") as caught:
-            mpinit.scale_loss(loss_of(model), given)  # type: ignore[arg-type]
-        assert "swapped" not in str(caught.value)
-
-
 def shown(error: BaseException) -> str:
     """Return what Python prints of an error, notes included."""
     return "".join(traceback.format_exception_only(error))
@@ -101,18 +78,6 @@ def test_an_error_of_the_users_own_gets_no_note() -> None:
     with pytest.raises(RuntimeError) as caught, mpinit.scale_loss(loss_of(model), optimizer):
         raise RuntimeError("mine: does not require grad")
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_a_model_that_is_frozen_whole_is_warned_of() -> None:
-    model = nn.Linear(4, 2).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="no parameter of Linear requires a gradient, so nothing is trained"):
-        mpinit.initialize(model, optimizer, "O2")
-    mpinit.undo(model)
-    mpinit.initialize(model, opt_level="O2")  # for inference nothing is missing
-    mpinit.undo(model)
-    model.bias.requires_grad_(True)
-    mpinit.initialize(model, optimizer, "O2")
 
 
 WAYS = {
