@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from loops import backward, batches, iterate, mlp, momentum, mse, start
 from torch import nn
 
@@ -54,6 +56,39 @@ def scales(rule: LossScale, outcomes: str) -> list[float]:
 def test_the_scale_moves_by_the_rule(changes: dict[str, Any], outcomes: str, expected: list[float]) -> None:
     assert scales(replace(RULE, **changes), outcomes) == expected
     assert scales(128.0, outcomes) == [1] * len(outcomes)
+
+
+def by_docstring(rule: DynamicLossScale, outcomes: str) -> list[float]:
+    """The algorithm as the docstring of DynamicLossScale has it."""
+    scale, good, tolerance, seen = rule.init, 0, rule.hysteresis, []
+    for outcome in outcomes:
+        if outcome == "x":
+            good, tolerance = 0, max(tolerance - 1, 0)
+            if tolerance == 0:
+                scale *= rule.backoff_factor
+        else:
+            good += 1
+            if good == rule.growth_interval:
+                scale, good, tolerance = scale * rule.growth_factor, 0, rule.hysteresis
+        scale = min(max(scale, rule.lowest), rule.max)
+        seen.append(scale / rule.init)
+    return seen
+
+
+@given(
+    st.text(".x", max_size=60),
+    st.builds(
+        DynamicLossScale,
+        growth_interval=st.integers(1, 5),
+        hysteresis=st.integers(1, 4),
+        growth_factor=st.sampled_from([2.0, 4.0]),
+        backoff_factor=st.sampled_from([0.5, 0.125]),
+        min=st.sampled_from([None, 2.0**10]),
+        max=st.sampled_from([2.0**18, 2.0**24]),
+    ),
+)
+def test_the_docstring_is_the_algorithm(outcomes: str, rule: DynamicLossScale) -> None:
+    assert scales(rule, outcomes) == by_docstring(rule, outcomes)
 
 
 @pytest.mark.parametrize("outcome", ["x", "."])
