@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .. import amp, checks, registry
 from . import require
 
-require("accelerate")
+accelerate = require("accelerate")
 
 
 def attach(accelerator: Any, optimizers: Any) -> None:
@@ -31,6 +31,7 @@ def attach(accelerator: Any, optimizers: Any) -> None:
         optimizers: an initialised optimizer, or a list of them, before or after ``prepare``. Call it again for more.
 
     Raises:
+        TypeError: ``accelerator`` is not an Accelerator, or ``optimizers`` are not optimizers.
         ValueError: the Accelerator has mixed precision of its own, or uses DeepSpeed or another engine.
         RuntimeError: an optimizer is not initialised, or FSDP will replace its parameters.
 
@@ -78,7 +79,12 @@ def _set_scaler(accelerator: Any, scaler: Any) -> None:
 
 
 def check(accelerator: Any) -> None:
-    """Refuse an Accelerator with casts or a backward pass of its own."""
+    """Refuse what is no Accelerator, and an Accelerator with casts or a backward pass of its own."""
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(
+            f"attach(accelerator, optimizers) needs an Accelerator first, not {type(accelerator).__name__}: are the "
+            "two swapped?"
+        )
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} casts once more what mpinit casts: make the Accelerator "

@@ -13,6 +13,7 @@ from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.logs import log
 from ..basics.wrappers import inner_optimizers
+from ..config.reading import check_level
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -20,7 +21,7 @@ from .pretrained import save_in
 if TYPE_CHECKING:
     from ..initialization import Level
 
-require("transformers")
+transformers = require("transformers")
 
 _LOSS_SCALE = "loss_scale.pt"
 # Methods of a Trainer that are patched.
@@ -54,7 +55,9 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
             those that a library's own lists name (a log line names them), and the weights that PEFT adds.
 
     Raises:
-        ValueError: the Trainer casts by itself, or uses FSDP, DeepSpeed or DataParallel. Nothing was changed.
+        TypeError: ``trainer`` is not a Trainer.
+        ValueError: there is no such level, the model is initialised already, or the Trainer casts by itself, or uses
+            FSDP, DeepSpeed or DataParallel. Nothing was changed.
 
     Example:
         >>> import mpinit, transformers
@@ -67,6 +70,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
         >>> mpinit.undo(trainer.model)
     """
     wanted = parse_dtype(save_dtype)
+    check_level(opt_level)
     _check(trainer)
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     initialised = [] if optimizer is None else [optimizer]
@@ -107,6 +111,11 @@ def _load_loss_scale(trainer: Any, folder: str | None) -> None:
 
 
 def _check(trainer: Any) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(
+            f"enable needs a transformers.Trainer, not {type(trainer).__name__}: pass the Trainer that trains the "
+            "model, or pass model and optimizer to mpinit.initialize"
+        )
     for name, instead in _INSTEAD.items():
         if functools.reduce(getattr, name.split("."), trainer):
             raise ValueError(f"trainer.{name} is set, which conflicts with mpinit: {instead}")

@@ -160,3 +160,27 @@ def test_accelerator_with_own_casts_is_refused() -> None:
 def test_an_optimizer_that_is_not_initialised_is_refused() -> None:
     with pytest.raises(RuntimeError, match="not initialised"):
         attach(Accelerator(cpu=True), sgd(mlp()))
+
+
+def test_swapped_arguments_are_refused_in_words() -> None:
+    _, optimizer = made({"opt_level": "O5"})
+    with pytest.raises(TypeError, match=r"needs an Accelerator first, not AdamW: are the two swapped\?"):
+        attach(optimizer, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("level", [None, "O5"])
+def test_audit_of_a_prepared_optimizer_steps_nothing(level: Any) -> None:
+    """Check that the function which Accelerate puts in the place of ``step`` does not run on the original."""
+    model = mlp().bfloat16() if level is None else mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if level is not None:
+        mpinit.initialize(model, optimizer, level)
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator, optimizer) if level is not None else None
+    wrapped, prepared = accelerator.prepare(model, optimizer)
+    x = torch.ones(2, 6, dtype=next(model.parameters()).dtype)
+    accelerator.backward(wrapped(x).float().square().mean())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = mpinit.audit(wrapped, prepared)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()) and not optimizer.state
+    assert found.stuck and max(found.stuck.values()) < 1.0

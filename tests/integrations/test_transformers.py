@@ -307,6 +307,39 @@ def test_conflicting_trainer_arguments_are_refused(case: str, tmp_path: Path) ->
     assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
 
 
+@pytest.mark.parametrize(("level", "hint"), [("o5", "O5"), ("O9", "the levels are 'O0'")])
+def test_enable_names_the_level_that_is_meant(level: Any, hint: str, tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, None)
+    with pytest.raises(ValueError, match=hint):
+        enable(trainer, level)
+    assert trainer.model.dtype == torch.float32
+
+
+def test_enable_needs_a_trainer_and_works_once(tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, None)
+    with pytest.raises(TypeError, match=r"needs a transformers\.Trainer, not GPT2"):
+        enable(trainer.model)
+    enable(trainer)
+    with pytest.raises(ValueError, match=r"was initialised already.*call mpinit\.undo"):
+        enable(trainer)
+    trainer.train()
+
+
+def test_audit_of_a_trainer_measures_and_steps_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, None, model=tiny_model("gpt2").bfloat16())
+    trainer.train()
+    weights = copy.deepcopy(trainer.model.state_dict())
+    found = mpinit.audit(trainer.model, trainer.optimizer)
+    trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    assert set(found.stuck) == set(trained) and any(share < 0.9 for share in found.stuck.values())
+    assert same_bits(weights, trainer.model.state_dict())
+    trainer = trainer_of("gpt2", tmp_path, {"opt_level": "O5"})
+    trainer.train()
+    weights = copy.deepcopy(trainer.model.state_dict())
+    assert max(mpinit.audit(trainer.model, trainer.optimizer).stuck.values()) < 0.5
+    assert same_bits(weights, trainer.model.state_dict())
+
+
 def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
     trainer = trained("gpt2", tmp_path, {"opt_level": "O2"})
     masters = copy.deepcopy(trainer.model.state_dict())
