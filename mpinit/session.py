@@ -241,11 +241,11 @@ class Session:
         self.values.casts = casting.TensorCasts(others, trained)
         self._undos.push(self.values.casts.undo)
         to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in mastered}
-        beyond = casting.out_of_range(to_16_bit)
-        self.values.casts.apply(index, beyond)
+        casting.check_range(index, to_16_bit)
+        self.values.casts.apply(index)
         # These casts need no undo of their own, because _drop_masters() restores the weights.
         for master in self.masters:
-            self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
+            self.masters.cast(master, to_16_bit[master.weight])
         casting.rebuild_flat_weights(index.names)
 
     def _drop_masters(self) -> None:

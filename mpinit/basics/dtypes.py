@@ -54,11 +54,6 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
 
 
-def cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:
-    """Cast ``values``, by :func:`cast_within_range` if ``clamps`` is true."""
-    return cast_within_range(values, dtype) if clamps else values.to(dtype)
-
-
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
     """Return whether finite values of ``source`` may overflow in ``dtype``."""
     return torch.finfo(source).max > torch.finfo(dtype).max

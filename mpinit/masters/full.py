@@ -6,12 +6,12 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..basics.dtypes import as_float32, cast_to
+from ..basics.dtypes import as_float32
 from ..basics.modules import Names
 from ..distributed.sharding import local, set_data, sharded_as
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, versions_of
 from ..torch_internals.running import without_gradients
-from .law import is_rounding, meaning, round_into
+from .law import is_rounding, meaning
 from .masters import Gradients, Master, MasterBatch, Masters
 
 _BOTH: Final = (
@@ -125,7 +125,7 @@ class FullMasters(Masters):
         self._handed_out = [each for each in self._handed_out if each is not master]
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
-        set_data(master.weight, cast_to(dtype, master.clamps, TENSOR_DATA.__get__(master.weight)))
+        set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(dtype))
         assert isinstance(master, FullMaster)
         _see([master])
 
@@ -154,7 +154,7 @@ class FullMasters(Masters):
         self._move(master)
         if values is not master.parameter:
             master.parameter.copy_(values)
-        round_into(master.weight, master.parameter, master.clamps)
+        master.weight.copy_(master.parameter)
         _see([master])
 
     def batch(self, masters: Sequence[Master], device: torch.device) -> MasterBatch:
@@ -185,7 +185,7 @@ class FullMasters(Masters):
             weight_moved, master_moved = self._moved(master)
             if master_moved:
                 self._check_one_was_written(master, weight_moved)
-                round_into(master.weight, master.parameter, master.clamps)
+                master.weight.copy_(master.parameter)
             else:
                 values = local(TENSOR_DETACH(master.parameter))
                 values.copy_(meaning(local(master.weight), values))
@@ -258,7 +258,6 @@ class _Batch(MasterBatch):
     def __init__(self, owner: FullMasters, masters: Sequence[FullMaster]) -> None:
         self._owner = owner
         self._masters = list(masters)
-        self._clamped = [master for master in masters if master.clamps]
 
     @without_gradients
     def read(self) -> None:
@@ -272,8 +271,6 @@ class _Batch(MasterBatch):
         if self._masters:
             weights = [local(master.weight) for master in self._masters]
             torch._foreach_copy_(weights, [local(master.parameter) for master in self._masters])
-        for master in self._clamped:
-            round_into(master.weight, master.parameter, clamps=True)
         _see(self._masters)
 
 

@@ -11,24 +11,13 @@ import math
 
 import torch
 
-from ..basics.dtypes import cast_within_range
-
 # -- full masters -----------------------------------------------------------------------------------------------------
-
-
-def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
-    """Write float32 ``values`` to a 16-bit weight, in place; with ``clamps`` no finite number becomes infinite."""
-    weight.copy_(cast_within_range(values, weight.dtype) if clamps else values)
 
 
 def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return a bool tensor: which elements of a 16-bit weight equal the rounded ``values``."""
     rounded = values.to(weight.dtype)
-    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
-    if weight.dtype == torch.float16:
-        # initialize casts finite numbers beyond the largest of float16 to that largest.
-        same |= cast_within_range(values, weight.dtype) == weight
-    return same
+    return (rounded == weight) | (rounded.isnan() & weight.isnan())
 
 
 def meaning(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -33,15 +33,12 @@ class Master:
     Attributes:
         original_dtype: the weight's dtype before it was cast.
         dtype: the 16-bit dtype that the weight was cast to.
-        clamps: whether the weight had finite numbers beyond the largest of ``dtype`` when it was cast; then rounding
-            clamps.
         gradient: the weight's gradient while the weight gets another dtype, so that an interrupted change can be
             repeated.
         optimizers: how many optimizers have the weight in their groups.
     """
 
     __slots__ = (
-        "clamps",
         "dtype",
         "gradient",
         "is_sharded",
@@ -58,7 +55,6 @@ class Master:
         self.dtype = weight.dtype
         self.optimizers = 0
         self.is_sharded = is_sharded(weight)
-        self.clamps = False
         self.gradient: torch.Tensor | None = None
 
 
@@ -117,16 +113,14 @@ class Masters(ABC):
         master = self._of[id(weight)] = self._make(weight)
         return master
 
-    def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
+    def cast(self, master: Master, dtype: torch.dtype) -> None:
         """Cast a weight whose master was just added, and its gradient. The master keeps every bit of the weight.
 
         Args:
             master: the master of the weight.
             dtype: the 16-bit dtype.
-            clamps: whether finite numbers of the weight are beyond the largest of ``dtype``; they become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
-        master.clamps = clamps
         try:
             weight.grad = None
             self.watch([weight])

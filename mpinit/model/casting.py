@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
+from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
@@ -60,19 +60,17 @@ class TensorCasts:
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
-    def apply(self, index: ModelIndex, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
+    def apply(self, index: ModelIndex) -> None:
         """Cast the tensors one after another, with their gradients, and update the index.
 
         After an exception :meth:`undo` reverses the casts that were made.
 
         Args:
             index: the index of the models.
-            others_out_of_range: weights with masters that are clamped; they are named in the same warning.
         """
         self._out_of_range = out_of_range(self._targets)
-        clamped = self._out_of_range | set(others_out_of_range)
-        warn_about_clamping(index, clamped)
-        warn_about_precision_loss(index, self._targets, but_for=clamped)
+        warn_about_clamping(index, self._out_of_range)
+        warn_about_precision_loss(index, self._targets, but_for=self._out_of_range)
         places = index.places_of_buffers()
         for tensor, dtype in self._targets.items():
             if is_parameter(tensor):
@@ -152,7 +150,7 @@ class TensorCasts:
 
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = TENSOR_DETACH(parameter)
-        cast = cast_to(dtype, parameter in self._out_of_range, values)
+        cast = cast_within_range(values, dtype) if parameter in self._out_of_range else values.to(dtype)
         self._original_dtypes[parameter] = parameter.dtype
         self._keep(parameter, values, cast)
         if parameter.grad is not None:
@@ -187,7 +185,7 @@ class TensorCasts:
 
     def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
         values = original.detach()
-        cast = cast_to(dtype, original in self._out_of_range, values)
+        cast = cast_within_range(values, dtype) if original in self._out_of_range else values.to(dtype)
         self._buffers[cast] = _Buffer(original, cast, [(weakref.ref(module), name) for module, name in places])
         for module, name in places:
             module._buffers[name] = cast
@@ -327,6 +325,19 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
             if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
                 found.add(tensor)
     return found
+
+
+def check_range(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse weights with masters whose finite values overflow in the dtype that they are cast to."""
+    found = out_of_range(targets)
+    if found:
+        names = index.named_by_model(found)
+        name = dtype_name(next(iter(targets[tensor] for tensor in found)))
+        raise ValueError(
+            f"{', '.join(names)} would be infinite in {name}, which has no numbers as large: add "
+            f"keep_fp32=[{', '.join(map(repr, names))}], or the modules that have them"
+            + (', or use opt_level="O5", whose bfloat16 has float32\'s range' if name == "float16" else "")
+        )
 
 
 def warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) -> None:

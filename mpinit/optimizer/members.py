@@ -147,7 +147,7 @@ class Members:
         master = self.table.add(weight, weight.dtype)
         if master is not None:
             original = self.values.casts.original_values(weight)
-            self.table.cast(master, weight.dtype, clamps=False)
+            self.table.cast(master, weight.dtype)
             if original is not None:
                 # A forward pass may have saved the weight for its backward pass. The weight's numbers do not change.
                 with _unsafe_preserve_version_counter(weight):

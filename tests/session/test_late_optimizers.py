@@ -14,7 +14,7 @@ import torch
 from loops import adam, backward, batches, close, keywords, masters, mlp, momentum, mse, poison, same, states, train
 from session_device import device
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import mpinit
@@ -160,19 +160,12 @@ def test_a_second_optimizer_comes_after_steps_of_the_first(setting: str) -> None
     same(*runs)
 
 
-def test_values_beyond_float16_are_kept() -> None:
-    usual, late = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    for model in (usual, late):
-        model.weight.data = torch.tensor([[1e6, 1.0001]])
-    optimizer = SGD(usual.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="beyond the largest"):
-        initialise(usual, optimizer, "O2-float16")
-    with pytest.warns(UserWarning, match="beyond the largest"):
-        waiting("O2-float16", late)
-    assert late.state_dict()["weight"].tolist() == usual.state_dict()["weight"].tolist()
-    late_optimizer = mpinit.add_optimizers(SGD(late.parameters(), lr=0.1))
-    same(masters(optimizer), masters(late_optimizer))
-    same(usual.parameters(), late.parameters())
+def test_values_beyond_float16_are_refused() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([[1e6, 1.0001]])
+    with pytest.raises(ValueError, match="would be infinite in float16"):
+        waiting("O2-float16", model)
+    assert model.weight.tolist() == [[1e6, torch.tensor(1.0001).item()]] and registry.of(model) is None
 
 
 @pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
