@@ -123,9 +123,18 @@ def reduced_by(wrapper: Any) -> list[nn.Parameter]:
     return [parameter for name, parameter in wrapper.module.named_parameters() if name not in ignored]
 
 
-def have_reduced(wrappers: Sequence[Any]) -> bool:
-    """Return whether the backward passes of the last forwards average gradients: False after ``no_sync()``."""
-    return all(wrapper.require_forward_param_sync for wrapper in wrappers)
+def have_reduced(wrappers: Sequence[Any], weights: Iterable[torch.Tensor]) -> bool:
+    """Return whether the last backward passes have averaged gradients: not inside of ``no_sync()``.
+
+    Args:
+        weights: those that the loss is for. A wrapper of others may have run under ``no_grad`` last, which looks alike.
+    """
+    if not all(wrapper.require_backward_grad_sync for wrapper in wrappers):
+        return False
+    # torch's flag of the last forward: that may have been in no_sync(), and the backward pass behind it.
+    local = [wrapper for wrapper in wrappers if not wrapper.require_forward_param_sync]
+    ids = set(map(id, weights)) if local else set()
+    return not any(id(parameter) in ids for wrapper in local for parameter in wrapper.module.parameters())
 
 
 @torch.no_grad()

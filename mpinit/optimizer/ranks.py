@@ -55,6 +55,11 @@ _INSIDE_BACKWARD: Final = (
 )
 
 
+_LOCAL: Final = (
+    "the last backward pass was in no_sync(), so this step would use gradients of this rank alone, and an overflow in "
+    "them would move the loss scale of this rank alone. Leave no_sync() for the last pass before a step; or pass "
+    "process_group=torch.distributed.group.WORLD to mpinit.initialize for local steps, which ranks then skip together"
+)
 _OUTSIDE: Final = (
     "{!r} is trained, and in no DistributedDataParallel, which has other parameters of the models: its gradient "
     "differs by rank, and an overflow in it would be skipped on one rank alone. Wrap it too, or pass "
@@ -94,6 +99,7 @@ class Ranks:
         self._fsdp_groups: list[Any] | None = None
         # The id of an optimizer's list of weights -> the weights and wrappers that were compared.
         self._checked: dict[int, tuple[int, ...]] = {}
+        self._are_local = False
 
     def watch(
         self,
@@ -191,12 +197,16 @@ class Ranks:
         if keep_gradients(self._fsdp_groups):
             raise RuntimeError(_UNREDUCED)
 
-    def have_reduced(self) -> bool:
-        """Return whether gradients are those of all ranks at the end of a backward pass.
+    def have_reduced(self, weights: Iterable[nn.Parameter] = ()) -> bool:
+        """Return whether gradients are those of all ranks at the end of a ``scale_loss`` block, and remember that.
 
         They are not after a pass in ``no_sync()``, nor where gradients differ by rank. Then a step decides.
+
+        Args:
+            weights: those that the loss is for.
         """
-        return not self.groups and have_reduced(self._wrappers.list())
+        self._are_local = not have_reduced(self._wrappers.list(), weights)
+        return not (self.groups or self._are_local)
 
     def reduce(self, found_inf: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Return the largest ``found_inf`` of all ranks; give the scalers theirs.
@@ -227,7 +237,7 @@ class Ranks:
         Raises:
             RuntimeError: a backward pass is running; or parameters were replaced; or a wrapper is older than the
                 session, or in ``join()``. Where steps are skipped also: it is unknown which other processes train the
-                same model, or which have the same gradients.
+                same model, or gradients differ by rank.
         """
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
@@ -243,6 +253,8 @@ class Ranks:
             check_step(wrappers, self._process_group is not None)
         if scaler.is_dynamic and not wrappers and not self.groups:
             raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))
+        if scaler.is_dynamic and self._are_local and not self.groups:
+            raise RuntimeError(_LOCAL)
         checked = (id(weights), len(weights), *map(id, wrappers))
         if scaler.skips and not self.groups and self._checked.get(checked[0]) != checked:
             reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}

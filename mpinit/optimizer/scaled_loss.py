@@ -229,7 +229,7 @@ class ScaledLoss:
     def _finish(self, found: list[torch.Tensor]) -> None:
         scaler = self._scaler
         ranks = self._ranks()
-        are_shared = ranks is None or ranks.have_reduced()
+        are_shared = ranks is None or ranks.have_reduced([w for own in self._own for w in own.weights])
         if ranks is None or are_shared or ranks.groups:
             for found_inf in found:
                 scaler.record_found_inf(found_inf)

@@ -105,6 +105,29 @@ def test_models_of_unknown_processes_need_a_process_group() -> None:
 
 
 @ranks(2)
+def test_local_steps_need_a_process_group() -> None:
+    """After passes in ``no_sync()`` only, at a dynamic scale. Passes that are averaged later need nothing."""
+    for given in ({}, {"process_group": dist.group.WORLD}):
+        model = two_layers()
+        optimizer = sgd(model)
+        mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=1024.0), **given)
+        runs = DistributedDataParallel(model)
+        pass_of(runs, optimizer, of_rank(0))
+        optimizer.step()
+        for index in range(2):
+            optimizer.zero_grad()
+            with runs.no_sync():
+                pass_of(runs, optimizer, of_rank(1), float("inf") if dist.get_rank() == index == 1 else 1.0)
+            if not given:
+                with engines.refused(RuntimeError, "no_sync()", "process_group=torch.distributed.group.WORLD"):
+                    optimizer.step()
+                pass_of(runs, optimizer, of_rank(2))
+            optimizer.step()
+            engines.assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
+        assert mpinit.step_counts(optimizer) == (2, 1)
+
+
+@ranks(2)
 def test_float32_shards_are_the_masters() -> None:
     """Equal to float32 weights by hand whose forward is in bfloat16; gradients are averaged in float32."""
     model: Any = fully_shard(two_layers(), mesh=engines.mesh(2))
