@@ -192,6 +192,11 @@ def _announce(session: Session, names_in_16_bit: list[str]) -> None:
     if session.verbosity < 1:
         return
     words = ", ".join(f"{name}={value}" for name, value in session.view.settings().items())
+    rounded = len(session.values.casts.rounded())
+    if rounded:
+        words += f"; {counted(rounded, 'weight has', 'weights have')} no master, and undo gives the rounded numbers"
+    if session.selection.declared:
+        words += f"; float32, as the library lists them: {', '.join(session.selection.declared)}"
     log.info("%s: %s", session.describe(), words)
     if names_in_16_bit:
         first = ", ".join(names_in_16_bit[:3])

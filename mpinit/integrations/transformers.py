@@ -1,7 +1,6 @@
 """Transformers: ``enable`` makes a ``Trainer`` train in mixed precision."""
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -11,7 +10,6 @@ import torch
 
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
-from ..basics.logs import log
 from ..basics.wrappers import inner_optimizers
 from ..config.reading import check_level
 from . import require
@@ -77,7 +75,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
     own_methods = {name: vars(trainer)[name] for name in _METHODS if name in vars(trainer)}
     again = functools.partial(enable, trainer, opt_level, save_dtype=save_dtype, **properties)
     if not {"keep_fp32", "config"} & properties.keys():
-        properties["keep_fp32"] = _float32_as_usual(model, _cast_type(opt_level, properties))
+        properties["keep_fp32"] = _float32_as_usual(model)
     amp.initialize([model], initialised, opt_level, await_optimizers=optimizer is None, **properties)
     session = registry.of(model)
     if session is None:
@@ -124,39 +122,16 @@ def _check(trainer: Any) -> None:
     check(trainer.accelerator)
 
 
-def _float32_as_usual(model: Any, dtype: torch.dtype | None) -> list[str]:
+def _float32_as_usual(model: Any) -> list[str]:
     """List the tensors that Transformers, Diffusers and PEFT keep in float32 where weights are in a 16-bit dtype.
 
-    These are buffers in no checkpoint, tensors that a library's own lists name, and PEFT's own trained weights. A
+    These are buffers in no checkpoint and PEFT's own trained weights; ``initialize`` adds what a library lists. A
     trained layer of the model itself (a classifier, ``modules_to_save``, biases) has 16-bit inputs, so it is cast, too.
     """
     saved = model.state_dict()
     computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
-    listed = _listed(model, dtype)
-    if listed:
-        log.info("kept in float32, as the library lists them: %s", ", ".join(listed))
     tuned = _tuned(model) if hasattr(model, "peft_config") else []
-    return list(dict.fromkeys([*computed, *listed, *tuned]))
-
-
-def _listed(model: Any, dtype: torch.dtype | None) -> list[str]:
-    """List the tensors that modules name in ``_keep_in_fp32_modules``, for float16, and its ``_strict`` form."""
-    found: dict[str, None] = {}
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for path, module in model.named_modules() if dtype in (torch.float16, torch.bfloat16) else ():
-        asked = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        # Transformers means float16 alone; Diffusers both.
-        if dtype is torch.float16 or type(module).__module__.startswith("diffusers."):
-            listed = getattr(module, "_keep_in_fp32_modules", None) or ()
-            asked |= {listed} if isinstance(listed, str) else set(listed)
-        if not asked:
-            continue
-        prefix = f"{path}." if path else ""
-        pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})(\.|$)")
-        for name, tensor in tensors.items():
-            if name.startswith(prefix) and tensor.is_floating_point() and pattern.search(name.removeprefix(prefix)):
-                found[name] = None
-    return list(found)
+    return list(dict.fromkeys([*computed, *tuned]))
 
 
 # Under these names modules of PEFT have modules of the model itself.

@@ -38,9 +38,8 @@ class TensorCasts:
     of the models that has it, because the tensor may be the user's own or another model's. Finite values beyond the
     narrower dtype's largest become that largest, with a warning.
 
-    If the 16-bit values were not changed, :meth:`undo` restores the original bits. Buffers are the original tensors
-    again. The values of parameters that lose bits in the cast are kept on the host; those of trained parameters, which
-    change with every step, only until :meth:`finish`.
+    :meth:`undo` restores the dtypes. Buffers that were not changed are the original tensors again. Parameters keep
+    their rounding: their float32 values are kept, on the host, only until :meth:`finish`, for a failed set-up.
     """
 
     def __init__(
@@ -81,11 +80,14 @@ class TensorCasts:
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
-        changing = self._trained - self._out_of_range
-        kept = {parameter: original for parameter, original in self._originals.items() if parameter not in changing}
-        self._targets = {}
-        # Both at once: until here an interruption is one of the set-up.
-        self._gradients, self._originals = {}, kept
+        # All at once: until here an interruption is one of the set-up.
+        self._targets, self._gradients, self._originals = {}, {}, {}
+
+    def rounded(self) -> list[torch.Tensor]:
+        """List the float32 parameters that were cast to 16 bits: without a master they keep their rounding."""
+        return [
+            p for p, dtype in self._original_dtypes.items() if dtype is torch.float32 and is_lower_precision(p.dtype)
+        ]
 
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's values in its original dtype, with later writes; None if it has no other values."""
@@ -97,10 +99,9 @@ class TensorCasts:
         return _widened(tensor, original.dtype, original)
 
     def with_more_bits(self) -> list[torch.Tensor]:
-        """List the tensors with float32 values beside them: buffers, and parameters that are not trained."""
+        """List the tensors with float32 values beside them: buffers."""
         buffers = [cast for cast, entry in self._buffers.items() if entry.original.dtype is torch.float32]
-        frozen = [p for p, dtype in self._original_dtypes.items() if dtype is torch.float32 and p not in self._trained]
-        return [t for t in (*buffers, *frozen) if is_lower_precision(t.dtype) and not t.is_meta and not is_sharded(t)]
+        return [t for t in buffers if is_lower_precision(t.dtype) and not t.is_meta and not is_sharded(t)]
 
     def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype of a parameter before it was cast."""
@@ -110,8 +111,6 @@ class TensorCasts:
         """Treat parameters as trained from now on, and drop their values from before the cast."""
         for parameter in parameters:
             self._trained.add(parameter)
-            if parameter not in self._out_of_range:
-                self._originals.pop(parameter, None)
 
     def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
         """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
@@ -133,11 +132,6 @@ class TensorCasts:
             entry = self._buffers[tensor]
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
-        elif tensor not in self._trained:
-            # A parameter that was 16-bit before may get a master with the next step, which then starts from all bits.
-            original = self._original_dtypes.setdefault(tensor, tensor.dtype)
-            kept = torch.float32 if is_lower_precision(original) and tensor.requires_grad else original
-            self._keep(tensor, values.to(kept), tensor.detach())
 
     def undo(self) -> None:
         """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""
@@ -347,7 +341,7 @@ def warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) ->
     names = index.named_by_model(tensors)
     warn_user(
         f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
-        "become that largest instead of infinite, and mpinit.undo and state_dict() return them as they were. Where "
+        "become that largest instead of infinite. Masters and buffers keep the full numbers for mpinit.undo. Where "
         f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
     )
 

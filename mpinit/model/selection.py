@@ -1,6 +1,7 @@
 """The selection of tensors that are cast and of modules that stay float32; nothing is changed here."""
 
 import fnmatch
+import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -29,7 +30,9 @@ class Selection:
             no model. With ``master_weights="model"`` parameters that are 16-bit only inside forwards are not in it.
         has_16_bit: whether any parameter or buffer is 16-bit after the casts, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and their submodules.
-        float32_parameters: parameters of other modules that stay float32, because ``keep_fp32`` names them.
+        float32_parameters: parameters of other modules that stay float32: ``keep_fp32`` or the library names them, or
+            they are float32 in a model that comes in 16 bits.
+        declared: the names of tensors that stay float32 because their library names them.
         gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
@@ -42,6 +45,7 @@ class Selection:
     has_16_bit: bool
     float32_modules: Collection[nn.Module]
     float32_parameters: Sequence[torch.Tensor]
+    declared: Sequence[str]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
@@ -68,14 +72,25 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
     kept = {tensor for module in float32_modules for _, tensor in index.own[module]}
     if kept:
         _check_not_shared(index, float32_modules, kept)
-    by_name = _kept_by_name(index, plan.keeps.names)
-    kept |= by_name
+    in_modules = set(kept)
+    kept |= _kept_by_name(index, plan.keeps.names)
+    declared = declared_float32(index, plan.model_dtype) if plan.cast_model else {}
+    kept.update(declared.values())
     tensors = [tensor for module in index.names for _, tensor in index.own[module]]
     targets: dict[torch.Tensor, torch.dtype] = {}
+    float32_parameters: list[torch.Tensor] = []
     if plan.cast_model:
+        comes_in_16_bits = _comes_in(tensors, plan.model_dtype)
         for tensor in tensors:
-            if tensor.is_floating_point():
-                targets[tensor] = torch.float32 if kept and tensor in kept else plan.model_dtype
+            # float64 and complex tensors stay: no level is about them.
+            if tensor.dtype in LOWER_PRECISION or tensor.dtype is torch.float32:
+                is_meant = comes_in_16_bits and tensor.dtype is torch.float32
+                targets[tensor] = torch.float32 if is_meant or tensor in kept else plan.model_dtype
+        float32_parameters = [
+            tensor
+            for tensor, dtype in targets.items()
+            if dtype is torch.float32 and is_parameter(tensor) and tensor not in in_modules
+        ]
         if plan.masters is MasterWeightsMode.IN_MODEL:
             inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
             targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
@@ -89,11 +104,46 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         targets=targets,
         has_16_bit=plan.masters is MasterWeightsMode.IN_MODEL or not {*LOWER_PRECISION}.isdisjoint(dtypes),
         float32_modules=frozenset(float32_modules),
-        float32_parameters=[tensor for tensor in by_name if is_parameter(tensor)],
+        float32_parameters=float32_parameters,
+        declared=list(declared),
         gathered=gathered,
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
         parts=_parts(index, tops, float32_modules, plan),
     )
+
+
+def _comes_in(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether most of a model's numbers are in a 16-bit dtype already.
+
+    What such a model has in float32, a table, a norm or an adapter, is meant so: its own code casts.
+    """
+    if not is_lower_precision(dtype):
+        return False
+    distinct = dict.fromkeys(tensor for tensor in tensors if tensor.is_floating_point())
+    narrow = sum(tensor.numel() for tensor in distinct if tensor.dtype is dtype)
+    return 2 * narrow > sum(tensor.numel() for tensor in distinct)
+
+
+def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Find the tensors that modules of transformers and diffusers list as float32, by their names.
+
+    In transformers ``_keep_in_fp32_modules`` is for float16 alone, and its ``_strict`` form for both dtypes. In
+    diffusers the first is for both.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in index.named_modules if is_lower_precision(dtype) else ():
+        asked = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if dtype is torch.float16 or type(module).__module__.startswith("diffusers."):
+            listed = getattr(module, "_keep_in_fp32_modules", None) or ()
+            asked |= {listed} if isinstance(listed, str) else set(listed)
+        if not asked:
+            continue
+        prefix = f"{path}." if path else ""
+        pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})(\.|$)")
+        for name, tensor in index.named_tensors():
+            if name.startswith(prefix) and tensor.is_floating_point() and pattern.search(name.removeprefix(prefix)):
+                found[name] = tensor
+    return found
 
 
 def _kept_by_name(index: ModelIndex, patterns: Sequence[str]) -> set[torch.Tensor]:

@@ -39,7 +39,7 @@ class Assorted(nn.Module):
         self.register_buffer("unsaved", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.fine * self.frozen * self.wide.to(self.fine.dtype) * self.unsaved
+        scale = (self.fine * self.wide).to(self.frozen.dtype) * self.frozen * self.unsaved
         return self.norm(self.linear(x) * scale * self.mask + self.index)
 
 
@@ -51,8 +51,9 @@ def test_floating_tensors_are_cast_and_nothing_else(level: str, batchnorm: torch
     body = F32 if level == "O0" else DTYPES[dtype]
     norm = batchnorm or body
     expected = {f"norm.{name}": norm for name in ("weight", "bias", "running_mean", "running_var")}
-    expected |= dict.fromkeys(["linear.weight", "linear.bias", "fine", "frozen", "wide", "unsaved"], body)
+    expected |= dict.fromkeys(["linear.weight", "linear.bias", "frozen", "unsaved"], body)
     expected |= {"mask": torch.bool, "index": torch.int64, "phase": torch.complex64}
+    expected |= dict.fromkeys(["fine", "wide"], torch.float64)
     assert dtypes_of(model) == expected | {"norm.num_batches_tracked": torch.int64}
     assert model(torch.randn(4, 3)).dtype is F32
 
