@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, mlp, mse
+from models import ways
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import AdamW
@@ -13,13 +14,7 @@ from torch.optim import AdamW
 import mpinit
 
 DATA = batches(8)
-KINDS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0"},
-    "O1": {"opt_level": "O1", "loss_scale": 128.0},
-    "O2": {"opt_level": "O2", "loss_scale": 128.0},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-}
+KINDS = ways("O0", "O5", "split") | ways("O1", "O2", loss_scale=128.0)
 
 
 def made(kind: str, frozen: str | None = None) -> tuple[nn.Sequential, AdamW]:

@@ -1,19 +1,15 @@
 """What mpinit adds to torch's errors of dtypes in a 16-bit forward: one note with the ways out, and no cause."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from models import ways
 from torch import Tensor, nn
 
 import mpinit
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2"},
-    "O5": {"opt_level": "O5"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-}
+LEVELS = ways("O2", "O5", "model")
 
 
 class Computes(nn.Module):

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import WAYS
 from torch import nn
 
 import mpinit
 from mpinit import registry
 
-LEVELS: dict[str, dict[str, Any]] = {
-    **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-    "int8": {"opt_level": "O5", "optimizer_state": "int8"},
+LEVELS = WAYS | {
     "kept parts": {"opt_level": "O5", "keep_fp32": [nn.LayerNorm], "entry_points": ["encode"]},
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import ways
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks as module_hooks
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -30,11 +31,7 @@ from mpinit.basics.patching import undo_when_dropped
 from mpinit.optimizer.members import Members
 from mpinit.optimizer.optimizers import ManagedOptimizers
 
-LEVELS: dict[str, dict[str, Any]] = {
-    **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-}
+LEVELS = ways("O0", "O1", "O2", "O3", "O4", "O5", "split", "model")
 
 
 def collect(*_: Any) -> None:

@@ -166,6 +166,20 @@ class Parts(nn.Module):
 
 
 # initialize's keywords for a level, and for its other kinds of masters.
+# Every way to train, with what `initialize` does by itself; LEVELS below have a scale that does not overflow at once.
+WAYS: dict[str, dict[str, Any]] = {
+    **{level: {"opt_level": level} for level in mpinit.OPT_LEVELS},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O5", "master_weights": "model"},
+    "int8": {"opt_level": "O5", "optimizer_state": "int8"},
+}
+
+
+def ways(*names: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Some of the ways, with keywords for each."""
+    return {name: WAYS[name] | more for name in names}
+
+
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1", "loss_scale": mpinit.DynamicLossScale(init=1024.0)},
