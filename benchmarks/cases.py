@@ -177,13 +177,12 @@ def bytes_by_kind(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
     return {"weights": weights, "gradients": gradients, "states": states, "masters": _count(live_tensors(), seen)}
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        # An encoded state has its codes among its attributes.
-        inner = [part for part in vars(value).values() if isinstance(part, Tensor)]
-        return [value, *inner]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
+def _tensors(value: Any) -> list[Tensor]:
+    """List the tensors in a value: itself, and what a dict, a list or an encoded tensor has in it."""
+    if isinstance(value, (dict, list, tuple)):
+        return [tensor for each in (value.values() if isinstance(value, dict) else value) for tensor in _tensors(each)]
+    # An encoded state has its codes in an attribute.
+    return [value, *_tensors(vars(value))] if isinstance(value, Tensor) else []
 
 
 def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
