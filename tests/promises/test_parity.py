@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +29,10 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def _same_kernels_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def _same_kernels_each_time() -> Iterator[None]:
+    # Not by assignment, which torch refuses once a module of its own tests was imported in this process.
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        yield
 
 
 @functools.cache
