@@ -113,7 +113,7 @@ def schedule_of(kind: str, stage: nn.Module, scale: list[Any]) -> Any:
 
 
 def run(schedule: Any, batch: tuple[Tensor, Tensor]) -> None:
-    x, y = batch
+    x, y = (each.contiguous() for each in batch)  # torch 2.11 checks strides of what stages get
     first, last = dist.get_rank() == 0, dist.get_rank() == engines.RANKS - 1
     schedule.step(*((x,) if first else ()), **({"target": y} if last else {}))
 
