@@ -1,9 +1,12 @@
 """The rules of the contract, by number: what a user may rely on, what is refused with its way out, what is not seen."""
 
+import contextlib
 import copy
 import datetime
+import io
 import logging
 import pickle
+import warnings
 from typing import Any
 
 import engines
@@ -16,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
-
-# -- Rule 10: ranks ----------------------------------------------------------------------------------------------------
 
 
 def two_layers(seed: int = 0) -> nn.Sequential:
@@ -37,6 +38,580 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def pass_of(model: Any, optimizer: Any, x: Tensor, factor: float = 1.0, **more: Any) -> None:
     with mpinit.scale_loss(model(x).square().mean() * factor, optimizer, **more) as scaled_loss:
         scaled_loss.backward()
+
+
+# -- Rule 1: between steps a weight is one thing -----------------------------------------------------------------------
+
+STORES: dict[str, dict[str, Any]] = {
+    "float16": {"opt_level": "O2", "loss_scale": 128.0},
+    "bfloat16": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+}
+FULL = ("float16", "bfloat16")
+stores, full = pytest.mark.parametrize("store", STORES), pytest.mark.parametrize("store", FULL)
+
+
+def started(store: str, make: Any = None, steps: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model of two layers and its optimizer, after some steps."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if make is None else make(model.parameters())
+    mpinit.initialize(model, optimizer, **STORES[store], verbosity=0)
+    for index in range(steps):
+        trained(model, optimizer, index)
+    return model, optimizer
+
+
+def batch(index: int = 0) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(index))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, index: int = 0) -> None:
+    optimizer.zero_grad()
+    pass_of(model, optimizer, batch(index))
+    optimizer.step()
+
+
+def float32_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
+    return all(torch.equal(these[name], value) for name, value in those.items())
+
+
+@stores
+def test_groups_state_and_gradients_are_the_weights_between_steps(store: str) -> None:
+    model, optimizer = started(store)
+    weights = list(model.parameters())
+    seen: list[list[Any]] = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(list(optimizer.param_groups[0]["params"])))
+    trained(model, optimizer)
+    for own in (*seen, optimizer.param_groups[0]["params"], list(optimizer.state)):
+        assert all(one is other for one, other in zip(own, weights, strict=True))
+    assert all(weight.grad is not None and weight.dtype.itemsize == 2 for weight in weights)
+    assert all(optimizer.state[weight]["momentum_buffer"].dtype is torch.float32 for weight in weights)
+
+
+@stores
+def test_the_optimizers_own_code_steps_float32_masters(store: str) -> None:
+    dtypes = set()
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            dtypes.update(p.dtype for group in self.param_groups for p in group["params"])
+            return super().step(closure)
+
+    started(store, lambda parameters: Own(parameters, lr=0.1))
+    assert dtypes == {torch.float32}
+
+
+# -- Rule 2: a master is a function of two tensors ---------------------------------------------------------------------
+
+
+def law(weight: Tensor, master: Tensor) -> Tensor:
+    rounded = master.to(weight.dtype)
+    return torch.where((rounded == weight) | (rounded.isnan() & weight.isnan()), master, weight.float())
+
+
+@full
+def test_a_full_master_is_where_its_rounding_is_the_weight_or_else_the_weight(store: str) -> None:
+    model, _ = started(store)
+    before, weight = float32_of(model)["0.weight"], model[0].weight
+    with torch.no_grad():
+        weight[0] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+        weight[1] = weight[1].clone()
+        weight[2, 0] = 0.3
+    expected = law(weight.detach(), before)
+    assert torch.equal(expected[1], before[1]) and not torch.equal(expected[1], weight[1].float())
+    assert torch.equal(model.state_dict()["0.weight"].nan_to_num(7.0), expected.nan_to_num(7.0))
+    with mpinit.float32_weights(model):
+        assert torch.equal(model[0].weight.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
+    mpinit.undo(model)
+    assert torch.equal(weight.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_a_split_master_is_the_weight_and_the_remainder_of_the_number_before() -> None:
+    model, _ = started("split")
+    before, weight = float32_of(model)["0.weight"], model[0].weight
+    remainder = before.view(torch.int32) - weight.detach().float().view(torch.int32)
+    with torch.no_grad():
+        weight[0] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+        weight[1] = 0.3
+    found, wide = model.state_dict()["0.weight"], weight.detach().float()
+    assert torch.equal(found[0].nan_to_num(7.0), wide[0].nan_to_num(7.0)), "0, inf and nan have no remainder"
+    assert torch.equal(found[1:], (wide.view(torch.int32) + remainder).view(torch.float32)[1:])
+    torch.testing.assert_close(found[1], wide[1], rtol=2**-8, atol=0)
+
+
+@stores
+@pytest.mark.parametrize("how", ["copy_", "data", "data ="])
+def test_weights_swapped_for_an_evaluation_and_back_keep_their_lower_bits(store: str, how: str) -> None:
+    model, optimizer = started(store)
+    masters = list(mpinit.master_params(optimizer))  # kept, as for clipping
+    before, own = float32_of(model), [weight.detach().clone() for weight in model.parameters()]
+
+    def swap(values: list[Tensor]) -> None:
+        for weight, value in zip(model.parameters(), values, strict=True):
+            if how == "copy_":
+                weight.detach().copy_(value)
+            elif how == "data":
+                weight.data.copy_(value)
+            else:
+                weight.data = value.clone()
+
+    swap([torch.full_like(value, 0.25) for value in own])
+    with torch.no_grad():
+        evaluated = model(batch())
+        assert torch.equal(evaluated[:, 0], evaluated[:, 1]), "all weights are the same"
+    swap(own)
+    with torch.no_grad():
+        model(batch())
+    assert same(float32_of(model), before)
+    other, other_optimizer = started(store)
+    for each in ((model, optimizer), (other, other_optimizer)):
+        trained(*each, 5)
+    assert same(float32_of(model), float32_of(other))
+    assert all(one is other for one, other in zip(masters, mpinit.master_params(optimizer), strict=True))
+
+
+@full
+def test_reading_masters_while_others_are_swapped_in_makes_masters_follow(store: str) -> None:
+    """Lower bits are lost then: restore the weights before anything reads masters."""
+    model, optimizer = started(store)
+    before, own = float32_of(model)["0.weight"], model[0].weight.detach().clone()
+    model[0].weight.detach().fill_(0.25)
+    list(mpinit.master_params(optimizer))
+    model[0].weight.detach().copy_(own)
+    found = float32_of(model)["0.weight"]
+    assert not torch.equal(found, before) and torch.equal(found, own.float())
+
+
+# -- Rule 3: which writes to a weight are seen -------------------------------------------------------------------------
+
+WRITES: dict[str, Any] = {
+    "in place": lambda w: w.detach().fill_(0.3),
+    "no_grad": lambda w: torch.no_grad()(w.fill_)(0.3),
+    "foreach": lambda w: torch.no_grad()(torch._foreach_copy_)([w], [torch.full_like(w, 0.3)]),
+    "out=": lambda w: torch.no_grad()(torch.mul)(torch.full_like(w, 0.3), 1.0, out=w),
+    "init": lambda w: nn.init.constant_(w, 0.3),
+    "a view": lambda w: w.detach().view(-1).fill_(0.3),
+    "inference_mode": lambda w: torch.inference_mode()(w.fill_)(0.3),
+    "data.fill_": lambda w: w.data.fill_(0.3),
+    "data[:]": lambda w: w.data.__setitem__(slice(None), 0.3),
+    "a view of data": lambda w: w.data.view(-1).fill_(0.3),
+    "a kept data": lambda w: KEPT[id(w)].fill_(0.3),
+    "data =": lambda w: setattr(w, "data", torch.full_like(w, 0.3)),
+    "data = in another layout": lambda w: setattr(w, "data", torch.full((4, 8), 0.3, dtype=w.dtype).t()),
+    "set_": lambda w: torch.no_grad()(w.set_)(torch.full_like(w, 0.3).untyped_storage(), 0, w.shape, w.stride()),
+    "data.clamp_": lambda w: w.data.clamp_(0.3, 0.3),
+    "load_state_dict": None,
+}
+KEPT: dict[int, Tensor] = {}
+
+
+@stores
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_that_torch_counts_or_that_go_through_data_are_stepped(store: str, how: str) -> None:
+    model, optimizer = started(store)
+    weight = model[0].weight
+    KEPT[id(weight)] = weight.data
+    for _ in range(2):
+        master = float32_of(model)["0.weight"]
+        if how == "load_state_dict":
+            model[0].load_state_dict({"weight": torch.full((8, 4), 0.3)}, strict=False)
+        else:
+            WRITES[how](weight)
+        assert (weight == torch.tensor(0.3).to(weight.dtype)).all()
+        before = model.state_dict()["0.weight"]
+        if how == "load_state_dict":
+            assert torch.equal(before, torch.full((8, 4), 0.3))
+        elif store == "split":
+            torch.testing.assert_close(before, weight.detach().float(), rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(before, law(weight.detach(), master))
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        pass_of(model, optimizer, batch())
+        optimizer.step()
+        torch.testing.assert_close(
+            model.state_dict()["0.weight"], before - 0.1 * weight.grad.float(), rtol=0, atol=2e-7
+        )
+    KEPT.clear()
+
+
+@full
+def test_reads_of_data_are_no_writes(store: str) -> None:
+    """A norm for a log between a write to a master and the next use is none, nor is a compilation."""
+    model, optimizer = started(store)
+    master = next(mpinit.master_params(optimizer))
+    with torch.no_grad():
+        master.fill_(0.2)
+    float(model[0].weight.data.norm()), model[0].weight.data.clone(), repr(model[0].weight.data)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(batch())
+    model(batch())
+    assert torch.equal(model[0].weight.float(), torch.tensor(0.2).to(model[0].weight.dtype).float().expand(8, 4))
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 4), 0.2))
+
+
+UNSEEN: dict[str, Any] = {
+    "numpy": lambda w: w.detach().view(torch.int16).numpy().fill(0),
+    "data of a view": lambda w: w.detach().view(-1).data.zero_(),
+    "memory of the storage": lambda w: torch.empty(0, dtype=w.dtype).set_(w.untyped_storage()).zero_(),
+}
+
+
+@stores
+@pytest.mark.parametrize("how", UNSEEN)
+def test_writes_that_are_not_seen_are_overwritten_by_a_step_with_full_masters(store: str, how: str) -> None:
+    model, optimizer = started(store)
+    before = float32_of(model)["0.weight"]
+    UNSEEN[how](model[0].weight)
+    assert not model[0].weight.any()
+    trained(model, optimizer)
+    found = model.state_dict()["0.weight"]
+    if store == "split":
+        assert found.abs().max() < before.abs().max() / 2, "the next step starts from 0"
+    else:
+        assert (found - before).abs().max() < 0.5 < (before - found * 0 + 1).abs().max()
+        torch.testing.assert_close(found, before, rtol=0, atol=0.3)
+
+
+def test_swapped_tensors_are_not_seen() -> None:
+    model, optimizer = started("bfloat16")
+    before = float32_of(model)["0.weight"]
+    weight, new = model[0].weight, nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16))
+    versions = weight._version, new._version
+    with torch.no_grad():
+        while new._version < weight._version:
+            new.zero_()
+    optimizer.zero_grad()
+    torch.utils.swap_tensors(weight, new)
+    assert versions[0] >= versions[1] and not weight.any()
+    trained(model, optimizer)
+    torch.testing.assert_close(model.state_dict()["0.weight"], before, rtol=0, atol=0.3)
+
+
+@full
+@pytest.mark.parametrize("reads", ["nothing", "masters", "state dict"])
+def test_first_step_compares_all_weights_by_value(store: str, reads: str) -> None:
+    """Ranks that broadcast their weights by hand before training move no version."""
+    model, optimizer = started(store, steps=0)
+    if reads == "masters":
+        list(mpinit.master_params(optimizer))
+    UNSEEN["numpy"](model[0].weight)
+    if reads == "state dict":
+        assert not model.state_dict()["0.weight"].any()
+    pass_of(model, optimizer, batch())
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["0.weight"], -0.1 * model[0].weight.grad.float(), rtol=1e-6, atol=0)
+
+
+@ranks(2, (False,), (True,))
+def test_weights_broadcast_by_hand_before_training_are_those_of_rank_0(in_block: bool) -> None:
+    """All bits of masters are sent inside a block; a 16-bit weight is sent without its master's lower bits."""
+    model = two_layers(seed=dist.get_rank())
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O5", process_group=dist.group.WORLD)
+    with mpinit.float32_weights(model) if in_block else contextlib.nullcontext():
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+    for index in range(2):
+        trained(model, optimizer, index)
+    found = [value.clone() for value in model.state_dict().values()]
+    if in_block:
+        engines.assert_one(found)
+    for value in found:
+        other = value.clone()
+        dist.broadcast(other, 0)
+        torch.testing.assert_close(value, other, rtol=2**-7, atol=2**-9)
+
+
+@stores
+@pytest.mark.parametrize("values", [torch.zeros(8, 4), torch.zeros(3, 4, dtype=torch.bfloat16)], ids=["dtype", "shape"])
+def test_data_of_another_dtype_or_shape_is_an_error_that_names_copy(store: str, values: Tensor) -> None:
+    model, optimizer = started(store)
+    own = model[0].weight.data
+    optimizer.zero_grad()
+    model[0].weight.data = values
+    for use in (lambda: model(batch()), optimizer.step):
+        with pytest.raises(RuntimeError, match=r"data of '0.weight' was replaced.*copy_\(\).*float32_weights"):
+            use()
+    model[0].weight.data = own
+    trained(model, optimizer)
+
+
+# -- Rule 4: masters that users have -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("store", "passes"), [*((store, "scale_loss") for store in FULL), ("bfloat16", "plain")])
+def test_a_kept_list_of_masters_clips_what_the_step_uses(store: str, passes: str) -> None:
+    """Also where a weight gets no gradient in some iterations, and where gradients were replaced or cleared late."""
+    model, optimizer = started(store, lambda p: torch.optim.SGD(p, lr=0.1))
+    masters, total = list(mpinit.master_params(optimizer)), 0.0
+    for index in range(6):
+        output = model[0](batch(index)) if index % 3 == 2 else model(batch(index))
+        optimizer.zero_grad()
+        loss = output.float().square().mean()
+        if passes == "scale_loss":
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        if index % 2:
+            for weight in model.parameters():
+                weight.grad = None if weight.grad is None else weight.grad / 2
+        expected = torch.cat([w.grad.float().flatten() for w in model.parameters() if w.grad is not None]).norm()
+        norm = nn.utils.clip_grad_norm_(masters, 0.01)
+        torch.testing.assert_close(norm.float(), expected, rtol=2**-7, atol=0)
+        assert all(master.grad is weight.grad for master, weight in zip(masters, model.parameters(), strict=True))
+        before = float32_of(model)
+        optimizer.step()
+        moved = sum((value - before[name]).square().sum() for name, value in model.state_dict().items())
+        total = float(torch.as_tensor(moved).sqrt())
+        assert 0 < total < 0.1 * 0.0101
+    assert all(one is other for one, other in zip(masters, mpinit.master_params(optimizer), strict=True))
+
+
+@full
+@pytest.mark.parametrize("how", ["no_grad", "data.copy_", "data =", "detach"])
+@pytest.mark.parametrize("use", ["forward", "step", "state_dict"])
+def test_a_written_master_counts_over_its_weight(store: str, how: str, use: str) -> None:
+    model, optimizer = started(store)
+    master, weight = next(mpinit.master_params(optimizer)), model[0].weight
+    values = torch.full((8, 4), 0.1001)
+    with torch.no_grad():
+        if how == "no_grad":
+            master.copy_(values)
+        elif how == "data =":
+            master.data = values
+        else:
+            (master.data if how == "data.copy_" else master.detach()).copy_(values)
+    optimizer.zero_grad()
+    {"forward": lambda: model(batch()), "step": optimizer.step, "state_dict": model.state_dict}[use]()
+    assert torch.equal(model.state_dict()["0.weight"], values)
+    model(batch())
+    assert torch.equal(weight, values.to(weight.dtype))
+
+
+@full
+def test_a_weight_and_its_master_that_were_both_written_to_and_differ_are_an_error(store: str) -> None:
+    model, optimizer = started(store)
+    master, weight = next(mpinit.master_params(optimizer)), model[0].weight
+    with torch.no_grad():
+        master.fill_(0.1001), weight.fill_(0.1001)
+    model(batch())
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 4), 0.1001))
+    with torch.no_grad():
+        master.fill_(0.2), weight.fill_(0.3)
+    for use in (lambda: model(batch()), optimizer.step, model.state_dict):
+        with pytest.raises(RuntimeError, match=r"'0.weight' and its float32 master were both written to.*one of"):
+            use()
+    weight.detach().fill_(0.2)
+    trained(model, optimizer)
+
+
+@full
+def test_a_gradient_set_on_a_master_and_a_loss_of_masters_name_the_weight(store: str) -> None:
+    model, optimizer = started(store)
+    master = next(mpinit.master_params(optimizer))
+    for value in (None, torch.zeros(8, 4)):
+        with pytest.raises(RuntimeError, match=r"assign it to the weight.*zero_grad"):
+            master.grad = value
+    with pytest.raises(RuntimeError, match="use the weight instead"):
+        (model(batch()).square().mean() + sum(m.square().sum() for m in mpinit.master_params(optimizer))).backward()
+    trained(model, optimizer)
+
+
+@full
+def test_copies_and_pickles_of_masters_are_plain_float32_parameters(store: str) -> None:
+    """As in {"master params": list(amp.master_params(optimizer))}, saved and copied back."""
+    model, optimizer = started(store)
+    trained(model, optimizer)
+    masters, file = list(mpinit.master_params(optimizer)), io.BytesIO()
+    torch.save({"master params": masters}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["master params"]
+    for made in (saved, copy.deepcopy(masters), pickle.loads(pickle.dumps(masters))):
+        assert all(type(each) is nn.Parameter and each.grad is None for each in made)
+        assert all(map(torch.equal, made, masters))
+    trained(model, optimizer, 3)
+    for master, value in zip(masters, saved, strict=True):
+        master.data.copy_(value.data)
+    model(batch())
+    assert all(
+        torch.equal(weight, value.to(weight.dtype)) for weight, value in zip(model.parameters(), saved, strict=True)
+    )
+
+
+@pytest.mark.parametrize("store", ["split", "model"])
+def test_split_and_model_masters_are_the_models_parameters(store: str) -> None:
+    model = two_layers()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O5", master_weights=store)
+    assert all(one is other for one, other in zip(mpinit.master_params(optimizer), model.parameters(), strict=True))
+
+
+# -- Rule 5: entries of state dicts are copies -------------------------------------------------------------------------
+
+
+@stores
+def test_entries_are_float32_copies_that_load_exactly(store: str) -> None:
+    model, optimizer = started(store)
+    entries, before = model.state_dict(), float32_of(model)
+    assert {value.dtype for value in entries.values()} == {torch.float32}
+    trained(model, optimizer)
+    assert same(entries, before) and not same(float32_of(model), before)
+    model.load_state_dict(entries)
+    assert same(float32_of(model), before)
+    with mpinit.float32_weights(model):
+        inside = model.state_dict()
+        model[0].weight.detach().add_(1.0)
+    assert same(inside, before)
+    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+@stores
+@pytest.mark.parametrize("use", ["forward"])
+def test_a_written_entry_that_was_not_loaded_is_warned_of_once(store: str, use: str) -> None:
+    model, optimizer = started(store)
+    before, entries = float32_of(model), model.state_dict()
+    entries["0.bias"].add_(1.0)
+
+    def run() -> None:
+        model(batch()) if use == "forward" else optimizer.step()
+
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"'0.bias' of a state dict.*load_state_dict\(\).*float32_weights") as caught:
+        run()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        entries["0.bias"].add_(1.0)
+        run()
+    assert same(float32_of(model), before)
+
+
+@stores
+def test_entries_that_were_loaded_dropped_or_only_read_say_nothing(store: str) -> None:
+    model, optimizer = started(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entries = model.state_dict()  # as Reptile, FedAvg and averages by hand do
+        for value in entries.values():
+            value.add_(0.01)
+        model.load_state_dict(entries)
+        trained(model, optimizer)
+        part = model.state_dict()
+        part["0.weight"].zero_()
+        model[0].load_state_dict({"weight": part["0.weight"], "bias": part["0.bias"]})
+        trained(model, optimizer)
+        model.state_dict()["0.weight"].zero_()  # nobody has it
+        kept = model.state_dict()
+        trained(model, optimizer)
+        copy.deepcopy(kept)["0.weight"].zero_()
+        trained(model, optimizer)
+
+
+def test_tied_weights_share_one_entry() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    mpinit.initialize(model, sgd(model), "O5")
+    for _ in range(2):
+        state = model.state_dict()
+        assert state["0.weight"] is state["1.weight"]
+
+
+class OwnSaves(nn.Linear):
+    """A module with a state of its own."""
+
+    def get_extra_state(self) -> Any:
+        return {"weight": self.weight.detach()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+def test_what_modules_save_by_methods_of_their_own_is_saved_as_it_is() -> None:
+    model = nn.Sequential(OwnSaves(4, 4))
+    mpinit.initialize(model, sgd(model), "O5")
+    state = model.state_dict()
+    assert state["0._extra_state"]["weight"].dtype is torch.bfloat16
+    assert state["0.weight"].dtype is torch.float32
+
+
+# -- Rule 6: float32_weights is about values ---------------------------------------------------------------------------
+
+
+@stores
+def test_a_block_has_the_values_in_float32_and_rounds_them_back(store: str) -> None:
+    """The refusals are in tests/masters/test_float32_weights.py."""
+    model, optimizer = started(store)
+    before, own = float32_of(model), list(model.parameters())
+    with mpinit.float32_weights(model), torch.no_grad():
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert same(dict(model.named_parameters()), before)
+        plain = two_layers()
+        plain.load_state_dict(before)
+        assert torch.equal(model(batch()), plain(batch())), "the model computes in float32"
+        for parameter in model.parameters():
+            parameter.mul_(1 - 1e-4)
+    expected = {name: value * (1 - 1e-4) for name, value in before.items()}
+    assert same(float32_of(model), expected)
+    assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
+    assert all(weight.grad is not None for weight in own), "gradients are where they were"
+    if store != "split":
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight, expected[name].to(weight.dtype))
+    trained(model, optimizer)
+
+
+@stores
+def test_an_average_of_the_weights_in_blocks_is_that_of_float32_numbers(store: str) -> None:
+    model, optimizer = started(store)
+    with mpinit.float32_weights(model):
+        shadow = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = [value.clone() for value in shadow]
+    for index in range(5):
+        trained(model, optimizer, index)
+        with mpinit.float32_weights(model):
+            for mean, parameter in zip(shadow, model.parameters(), strict=True):
+                mean.lerp_(parameter.detach(), 0.1)
+        for mean, value in zip(expected, model.state_dict().values(), strict=True):
+            mean.lerp_(value, 0.1)
+    assert all(map(torch.equal, shadow, expected))
+    before, own = float32_of(model), [weight.detach().clone() for weight in model.parameters()]
+    with mpinit.float32_weights(model), torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), shadow)
+        model(batch())
+        torch._foreach_copy_(list(model.parameters()), list(before.values()))
+    assert same(float32_of(model), before)
+    assert all(torch.equal(weight, value) for weight, value in zip(model.parameters(), own, strict=True))
+
+
+@stores
+def test_frozen_parameters_and_buffers_are_float32_inside_too(store: str) -> None:
+    model = two_layers()
+    model[0].requires_grad_(False)
+    model[2].register_buffer("shift", torch.tensor([1 / 3, 0.3]))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, **STORES[store], verbosity=0)
+    rounded = model[0].weight.detach().clone()
+    versions = model[0].weight._version, model[2].shift._version
+    with mpinit.float32_weights(model), torch.no_grad():
+        assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float32}
+        assert torch.equal(model[2].shift, torch.tensor([1 / 3, 0.3])), "a buffer keeps its original"
+    assert (model[0].weight._version, model[2].shift._version) == versions, "reading is no write"
+    with mpinit.float32_weights(model), torch.no_grad():
+        model[0].weight.fill_(0.1001)
+        model[2].shift = model[2].shift * 2
+    assert torch.equal(model[0].weight, torch.full((8, 4), 0.1001).to(rounded.dtype))
+    torch.testing.assert_close(model[2].shift.float(), torch.tensor([2 / 3, 0.6]), rtol=2**-8, atol=0)
+
+
+# -- Rule 10: ranks ----------------------------------------------------------------------------------------------------
 
 
 @ranks(2, ("ddp",), ("fsdp",), ("group",))
