@@ -25,6 +25,10 @@ from .numbers import floating_tensors
 from .trace import ModelTrace
 
 _ADVICE: Final = "pass served=, a plain model in 16 bit that was loaded from the checkpoint"
+_COMPILED: Final = (
+    "The training forward is compiled, and inductor keeps float32 between fused operations: serve the compiled model, "
+    "or set torch._inductor.config.emulate_precision_casts = True before compiling, which rounds as eager code does"
+)
 _ALONE: Final = "let its forward run nothing but the modules of self"
 
 
@@ -38,29 +42,35 @@ class Fidelity:
         largest: the largest absolute difference; inf if only one number of a pair is finite, or their infinities have
             opposite signs.
         share: share of the numbers that differ by more than the tolerance, 0 to 1.
+        equal: share of the numbers that are equal, 0 to 1.
         first_module: the dotted name of the first module to return whose result differed. "" is the model itself; None:
-            no result differed.
+            no result differed. Of a compiled model, the first that differs when it is compiled by itself.
         tolerance: the tolerance of the call.
         served: the name of the served model's dtype.
+        compiled: whether the model that is trained is compiled.
     """
 
     mean: float
     largest: float
     share: float
+    equal: float
     first_module: str | None
     tolerance: float
     served: str
+    compiled: bool = False
 
     def __bool__(self) -> bool:
         return self.share == 0.0
 
     def __str__(self) -> str:
         if self.largest == 0.0 and self.first_module is None:
-            return f"what is trained is what a {self.served} model serves, to the bit"
-        where = "" if self.first_module is None else f"; they part first in module {self.first_module!r}"
+            return f"training forward matches the served {self.served} model bit for bit"
+        where = "" if self.first_module is None else f"; first mismatch in module {self.first_module!r}"
+        why = f". {_COMPILED}" if self.compiled else ""
         return (
-            f"what is trained differs from what a {self.served} model serves: {self.mean:.3g} on average, "
-            f"{self.largest:.3g} at most, {self.share:.1%} of the numbers by more than {self.tolerance:g}{where}"
+            f"training forward differs from the served {self.served} model: {self.equal:.1%} of the numbers are equal, "
+            f"{self.share:.1%} differ by more than {self.tolerance:g}, {self.mean:.3g} on average and "
+            f"{self.largest:.3g} at most{where}{why}"
         )
 
 
@@ -78,13 +88,14 @@ def fidelity(
     The model runs in evaluation mode with its session's casts; without a session, with the casts that are on. Then it
     runs without mpinit, entirely in the session's 16-bit dtype, as a server loads a checkpoint. At O2 and O5 the
     two are equal, bit for bit, unless modules are kept in float32. With float32 weights and casts of functions (O1,
-    ``torch.autocast``) they differ. Copies of the model run, on copies of the inputs: modes, weights, buffers,
-    attributes, inputs and random numbers do not change. A model that cannot be copied, such as FSDP2's, runs itself,
-    and its modes and buffers are restored.
+    ``torch.autocast``) they differ, and a compiled forward differs, because inductor keeps float32 between fused
+    operations. Copies of the model run, on copies of the inputs: modes, weights, buffers, attributes, inputs and random
+    numbers do not change. A compiled model, and one that cannot be copied, such as FSDP2's, runs itself, and its modes
+    and buffers are restored.
 
     Args:
-        model: a module, initialised or not. Of a compiled module, and of a DistributedDataParallel, the module inside
-            runs. Pass a whole initialised model, not a part of it.
+        model: a module, initialised or not, also compiled. Of a DistributedDataParallel the module inside runs. Pass a
+            whole initialised model, not a part of it.
         inputs, keywords: the arguments of the call. The copy receives floating tensors in its own dtype.
         served: the served model, such as one loaded from a checkpoint. Required for a model that cannot be copied, such
             as FSDP2's. Default None: a copy of ``model``.
@@ -93,35 +104,37 @@ def fidelity(
         tolerance: numbers that differ by more count in ``.share``. Default 0.
 
     Returns:
-        The report, with ``.mean``, ``.largest``, ``.share``, ``.first_module``.
+        The report, with ``.mean``, ``.largest``, ``.share``, ``.equal``, ``.first_module``.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model cannot be copied, or is a part of an initialised model; or the outputs have no floating
-            tensors, or have different shapes.
+        ValueError: the model cannot be copied, is a part of an initialised model, or is a compiled
+            DistributedDataParallel; or the outputs have no floating tensors, or have different shapes.
 
     Example:
         >>> import torch, mpinit
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
         >>> model = mpinit.initialize(model, opt_level="O5")
         >>> print(mpinit.fidelity(model, torch.randn(2, 8)))
-        what is trained is what a bfloat16 model serves, to the bit
+        training forward matches the served bfloat16 model bit for bit
         >>> mpinit.undo(model)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fidelity needs a module and its inputs, not {type(model).__name__}")
+    to_train = _compiled(model)
     model = inside_wrappers(model)
     session = session_to_run(model, "mpinit.fidelity")
     dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
     with same_random_numbers() as restore:
         # Made first, because it refuses a model that cannot be copied.
         plain = nullcontext(_served(model, dtype)) if served is None else _to_run(served)
-        with _to_run(model) as copied:
-            trained, seen = _run(copied, *copied_inputs(inputs, keywords))
+        with _to_run(model) if to_train is None else _restored(to_train) as running:
+            trained, seen = _run(running, *copied_inputs(inputs, keywords))
         restore()
-        with CastsOff(), plain as copied:
-            dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), dtype)
-            expected, known = _run(copied, *cast_tree(copied_inputs(inputs, keywords), dtype))
+        with CastsOff(), plain as running:
+            dtype = next((p.dtype for p in running.parameters() if p.is_floating_point()), dtype)
+            cast = cast_tree(copied_inputs(inputs, keywords), dtype)
+            expected, known = _run(running, *cast)
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
     if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
@@ -131,14 +144,64 @@ def fidelity(
         )
     differences = torch.cat([_difference(a, b).reshape(-1) for a, b in zip(one, other, strict=True)])
     parted = (name for name, result in seen.items() if name in known and not _are_equal(result, known[name]))
+    first_module = next(parted, None)
+    if to_train is not None and served is None and bool(differences.any()):
+        with same_random_numbers(), CastsOff():
+            first_module = _first_that_compiles_to_other_bits(_served(model, dtype), *cast)
     return Fidelity(
-        float(differences.mean()),
-        float(differences.max()),
-        float((differences > tolerance).double().mean()),
-        next(parted, None),
-        tolerance,
-        dtype_name(dtype),
+        mean=float(differences.mean()),
+        largest=float(differences.max()),
+        share=float((differences > tolerance).double().mean()),
+        equal=float((differences == 0).double().mean()),
+        first_module=first_module,
+        tolerance=tolerance,
+        served=dtype_name(dtype),
+        compiled=to_train is not None,
     )
+
+
+def _compiled(model: nn.Module) -> nn.Module | None:
+    """Return the module whose call is compiled, by ``torch.compile(model)`` or ``model.compile()``; None without."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "the model is a compiled DistributedDataParallel, whose forward needs all ranks: pass "
+            "mpinit.fidelity(torch.compile(ddp.module), ...)"
+        )
+    is_compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
+    return model if is_compiled else None
+
+
+def _first_that_compiles_to_other_bits(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> str | None:
+    """Compile each module by itself, on the inputs that it has in the eager model, parts before wholes.
+
+    Modules of the same class, with parameters and inputs of the same shapes, compile to the same code: one is compiled.
+    The model itself, which is known to differ, is not.
+    """
+    calls: dict[str, tuple[nn.Module, Any, Any]] = {}
+    names = {module: name for name, module in model.named_modules()}
+
+    def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.setdefault(names[module], (module, copied_inputs(args, kwargs), output))
+
+    hooks = [module.register_forward_hook(called, with_kwargs=True) for module in names]
+    model(*inputs, **keywords)
+    for hook in hooks:
+        hook.remove()
+    seen = set()
+    whole = calls.pop("", None)
+    for name, (module, (args, kwargs), output) in calls.items():
+        shapes = [(tuple(x.shape), x.dtype) for x in (*module.parameters(), *floating_tensors((args, kwargs)))]
+        kind = (type(module), module.extra_repr(), str(shapes))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        found = torch.compile(module)(*args, **kwargs)
+        if not _are_equal(list(floating_tensors(found)), list(floating_tensors(output))):
+            return name
+    return None if whole is None else ""
 
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -163,12 +226,16 @@ def _to_run(model: nn.Module) -> Iterator[nn.Module]:
 
     A model that cannot be copied, such as FSDP2's, is yielded itself, and its modes and buffers are restored.
     """
+    if _compiled(model) is not None:
+        with _restored(model) as running:
+            yield running
+        return
     session = session_to_run(model, "mpinit.fidelity")
     try:
         copied = plain_copy(model, _ADVICE)
     except ValueError:
-        with _restored(model):
-            yield model
+        with _restored(model) as running:
+            yield running
         return
     with nullcontext() if session is None else as_initialized(model, session, copied):
         own = {} if session is None else dict(_tensors(model))
@@ -181,7 +248,7 @@ def _to_run(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[nn.Module]:
     """Run a model itself in evaluation mode inside the block, and restore its modes and buffers."""
     modes = {module: module.training for module in model.modules()}
     buffers = [
@@ -194,7 +261,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     for module in modes:
         module.training = False
     try:
-        yield
+        yield model
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -210,6 +277,8 @@ def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[An
         The output, and the last result of each module, in the order in which they returned.
     """
     results: dict[str, list[torch.Tensor]] = {}
+    if _compiled(model) is not None:  # a trace would need hooks, which a compiled call does not run
+        return model(*inputs, **keywords), results
 
     def ended(name: str, output: Any) -> None:
         results.pop(name, None)
