@@ -34,7 +34,6 @@ from .masters.states import EncodedStates
 from .model import casting, copies, forward, selection, state_dict
 from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
-from .model.input_values import InputWarnings
 from .model.shared_memory import check_memory
 from .model.written_buffers import WrittenBuffers
 from .optimizer.managed import Shared
@@ -137,11 +136,9 @@ class Session:
         plan, push, selected = self.plan, self._undos.push, self.selection
         push(self.masters.stop_watching)
         targets = dict(selected.targets)
-        self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
         self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
-            if self.verbosity > 0:
-                self.forward_guard.inputs = InputWarnings()
+            self.forward_guard.warns_of_inputs = self.verbosity > 0
             push(casting.LaterTensors(self.models, index, plan.model_dtype, self.masters).widen)
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):

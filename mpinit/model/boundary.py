@@ -26,7 +26,6 @@ from ..masters.split import SplitMasters
 from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
-from .input_values import InputWarnings
 from .written_buffers import WrittenBuffers
 
 
@@ -50,26 +49,19 @@ class _CurrentForward(threading.local):
 current_forward: Final = _CurrentForward()
 
 
-# Inputs are read in forwards 1, 10, 100 and 1000.
-_LAST_READ: Final = 1000
-
-
 class ForwardGuard:
     """The checks before a model of a session is called while no forward of an initialised model runs in this thread.
 
     Attributes:
         models, masters: those of the session.
-        lower_dtype: the 16-bit dtype that the models compute in, to be logged if the processor emulates it; None: no
-            log line.
         has_float32_values: whether there are float32 values that users may write to.
-        inputs: the warnings of inputs that a cast would spoil; None if inputs are not cast to 16 bits.
+        warns_of_inputs: whether the first call of each method warns of inputs that their cast spoils.
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
         eager_forwards: how many forwards ran that were not compiled. Such a forward applies writes.
     """
 
-    lower_dtype: torch.dtype | None = None
     has_float32_values = True
-    inputs: InputWarnings | None = None
+    warns_of_inputs = False
     tensor_ids: frozenset[int] = frozenset()
     eager_forwards = 0
 
@@ -88,7 +80,6 @@ class ForwardGuard:
         self._is_first = True
         # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
-        self._next_read = 1
 
     def before_forward(self) -> None:
         """Apply pending writes, and check the parameters in the first forward.
@@ -116,13 +107,6 @@ class ForwardGuard:
                 self._values.before_use()
                 if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
                     self.masters.widen_unused_gradients()
-
-    def reads_inputs(self) -> bool:
-        """Return whether to read the inputs of this forward, which may be a device sync."""
-        if self.eager_forwards < self._next_read or self._next_read > _LAST_READ or self.inputs is None:
-            return False
-        self._next_read *= 10
-        return True
 
     def check_present(self) -> None:
         """Check that the models still have the parameters that they had in ``initialize``.

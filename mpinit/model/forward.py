@@ -26,6 +26,7 @@ from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights, WeightCasts
+from .input_values import warn_of_inputs
 from .selection import Selection
 
 
@@ -46,6 +47,7 @@ class PatchedForward(OfModule):
         "boundary",
         "callers",
         "casts_inside",
+        "has_read_inputs",
         "inner",
         "is_direct",
         "is_part",
@@ -77,6 +79,7 @@ class PatchedForward(OfModule):
         self.callers: tuple[torch.dtype | None, ...] = ()
         # True: inputs are cast for callers inside of the model, too.
         self.casts_inside = False
+        self.has_read_inputs = False
         # True: calls that need no cast can go straight to the class's forward.
         self.is_direct = is_part and self.inner is None and name == "forward"
 
@@ -120,10 +123,11 @@ class PatchedForward(OfModule):
                 guard.before_forward()
         elif guard is not None:
             guard.before_forward()
-            if guard.reads_inputs() and guard.inputs is not None:
+            if guard.warns_of_inputs and not self.has_read_inputs:
+                self.has_read_inputs = True  # once, because reading numbers may be a device sync
                 named = [*ArgumentNames(self._inner()).named(args), *kwargs.items()]
                 method = f"{type(self.module).__name__}.{self.name}"
-                guard.inputs.check(named, boundary.keep_inputs, boundary.inner_dtype, method)
+                warn_of_inputs(named, boundary.keep_inputs, boundary.inner_dtype, method)
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except (RuntimeError, ValueError, TypeError) as error:

@@ -5,7 +5,6 @@ that become 0, or whose whole part changes. Timesteps, positions and coordinates
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -14,7 +13,7 @@ from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.trees import TreeCast
 from ..config.plan import KeepInputPredicate
-from ..torch_internals.running import is_eager, reads_without_sync
+from ..torch_internals.running import is_eager
 from .precision_loss import COUNTED_BY_FLOAT32
 
 # How many numbers of a tensor are read at most.
@@ -25,53 +24,34 @@ _MASKED: Final = -1e4
 _WHOLE: Final = 0.75
 
 
-@dataclass(slots=True)
-class InputWarnings:
-    """Warnings of inputs that a cast spoils, once for each argument.
+def warn_of_inputs(
+    named: Sequence[tuple[str, Any]], keep: Sequence[KeepInputPredicate], dtype: torch.dtype, method: str
+) -> None:
+    """Warn of spoilt arguments of a call that are about to be cast to ``dtype``.
 
-    Attributes:
-        warned: the names of the arguments with a warning.
-        has_waited: whether inputs were read already. On a device where reading is a device sync, they are read once.
+    Args:
+        named: the names and values of the arguments.
+        keep: predicates; an argument for which one is true is not cast.
+        dtype: the dtype of the cast.
+        method: the class and the name of the method, for the message.
     """
-
-    warned: set[str] = field(default_factory=set)
-    has_waited: bool = False
-
-    def check(
-        self,
-        named: Sequence[tuple[str, Any]],
-        keep: Sequence[KeepInputPredicate],
-        dtype: torch.dtype,
-        method: str,
-    ) -> None:
-        """Warn of spoilt arguments of one call that are about to be cast to ``dtype``.
-
-        Args:
-            named: the names and values of the arguments.
-            keep: predicates; an argument for which one is true is not cast.
-            method: the class and the name of the method, for the message.
-        """
-        if not is_lower_precision(dtype) or not is_eager():
-            return
-        has_waited, self.has_waited = self.has_waited, True
-        for name, value in named:
-            if name in self.warned or any(test(name, value) for test in keep):
-                continue
-            cast = TreeCast(dtype)
-            cast(value)
-            tensors = [tensor for tensor in cast.tensors() if not has_waited or reads_without_sync(tensor.device)]
-            losses = (loss_of_input(tensor, dtype) for tensor in tensors)
-            reason = next(filter(None, losses), None)
-            if reason is None:
-                continue
-            self.warned.add(name)
-            alone = isinstance(value, torch.Tensor)
-            entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs, as an argument of its own,"
-            warn_user(
-                f"the input {name!r} of {method} {'' if alone else 'contains a tensor that '}loses in its cast to "
-                f"{dtype_name(dtype)} what cannot come back: it {reason}. Add {entry} beside what you keep already, "
-                "which passes it in float32, and cast what forward computes of it to the type of the other inputs"
-            )
+    if not is_lower_precision(dtype) or not is_eager():
+        return
+    for name, value in named:
+        if any(test(name, value) for test in keep):
+            continue
+        cast = TreeCast(dtype)
+        cast(value)
+        reason = next(filter(None, (loss_of_input(tensor, dtype) for tensor in cast.tensors())), None)
+        if reason is None:
+            continue
+        alone = isinstance(value, torch.Tensor)
+        entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs, as an argument of its own,"
+        warn_user(
+            f"the input {name!r} of {method} {'' if alone else 'contains a tensor that '}loses in its cast to "
+            f"{dtype_name(dtype)} what cannot come back: it {reason}. Add {entry} beside what you keep already, "
+            "which passes it in float32, and cast what forward computes of it to the type of the other inputs"
+        )
 
 
 def loss_of_input(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
