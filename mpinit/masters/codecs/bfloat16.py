@@ -9,8 +9,7 @@ from typing import Final, final
 
 import torch
 
-from ...torch_internals.compiled_kernel import CompiledKernel
-from .codec import BLOCK, Codec, Codes, noise, noise_arguments
+from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
 
 # The usual nan: adding to the bits of others would overflow into numbers.
 _NAN: Final = 0x7FC00000
@@ -38,7 +37,8 @@ class BFloat16(Codec):
 
     def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
         """Add up to one unit in the last place, and cut off."""
-        _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values, tensors))
+        bits, codes_of_bits = values.view(torch.int32), codes[0].view(torch.int16)
+        call_in_chunks(_round, bits, codes_of_bits, *noise_arguments(values, tensors))
 
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         values.copy_(codes[0])
@@ -50,6 +50,3 @@ def _round(
     assert bits.shape[1] == BLOCK
     up = noise(bits, numbers, groups, places).bitwise_and_(0xFFFF).add_(bits)
     codes.copy_(torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_right_shift_(16))
-
-
-_ROUND: Final = CompiledKernel(_round)

@@ -1,16 +1,20 @@
 """The interface of encodings: blocks of float32 numbers to a few tensors of codes, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
 import torch
 
+from ...torch_internals.running import is_faster_in_chunks
+
 Codes = tuple[torch.Tensor, ...]
 
 # Numbers that are encoded together, and a row of everything here: the last row of a tensor is filled up with zeros.
 BLOCK: Final = 128
+# Rows computed at a time on a CPU, so that they fit into a cache; the last chunk includes the remainder.
+_CHUNK_ROWS: Final = 2048
 
 
 class Codec(ABC):
@@ -42,6 +46,22 @@ class Codec(ABC):
     @abstractmethod
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
+
+
+def call_in_chunks(function: Callable[..., None], *arguments: torch.Tensor) -> None:
+    """Call a function that writes into some of its arguments row by row; on a CPU for some rows at a time.
+
+    Args:
+        function: twenty operations on a large tensor would read and write memory twenty times.
+        *arguments: two-dimensional ones have equal numbers of rows; a one-dimensional one is the same for every row.
+    """
+    rows = arguments[0].shape[0]
+    if not is_faster_in_chunks(arguments[0].device):
+        function(*arguments)
+        return
+    ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:

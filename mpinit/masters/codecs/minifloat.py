@@ -14,9 +14,8 @@ from typing import Final, final
 
 import torch
 
-from ...torch_internals.compiled_kernel import CompiledKernel
 from ...torch_internals.running import reads_without_sync
-from .codec import BLOCK, Codec, Codes, noise, noise_arguments
+from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
 _LEAST: Final = 2
@@ -59,11 +58,11 @@ class Minifloat(Codec):
 
     def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
         """Find each block's scale, and round."""
-        _ENCODE(values, *codes, *noise_arguments(values, tensors))
+        call_in_chunks(_encode, values, *codes, *noise_arguments(values, tensors))
 
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Put the bits that were cut off back as zeros, and scale."""
-        _DECODE(*codes, values)
+        call_in_chunks(_decode, *codes, values)
 
 
 def _encode(
@@ -117,7 +116,3 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> 
 def _has(rows: torch.Tensor) -> bool:
     """Return whether any row is True; also True where reading it would be a device sync."""
     return not reads_without_sync(rows.device) or bool(rows.any())
-
-
-_ENCODE: Final = CompiledKernel(_encode)
-_DECODE: Final = CompiledKernel(_decode)
