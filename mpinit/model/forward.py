@@ -27,7 +27,7 @@ from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights, WeightCasts
 from .input_values import warn_of_inputs
-from .selection import Selection
+from .selection import Selection, has_forward
 
 
 class _Absent:
@@ -47,6 +47,7 @@ class PatchedForward(OfModule):
         "boundary",
         "callers",
         "casts_inside",
+        "computes",
         "has_read_inputs",
         "inner",
         "is_direct",
@@ -80,12 +81,19 @@ class PatchedForward(OfModule):
         # True: inputs are cast for callers inside of the model, too.
         self.casts_inside = False
         self.has_read_inputs = False
+        # True: it computes in float32, without O1's casts, and returns float32 to every caller.
+        self.computes = False
         # True: calls that need no cast can go straight to the class's forward.
         self.is_direct = is_part and self.inner is None and name == "forward"
 
     def cast_inside(self) -> None:
         """Cast inputs for callers inside of the model, too, whose code makes float32 tensors."""
         self.casts_inside, self.is_direct = True, False
+
+    def compute_in_float32(self) -> None:
+        """Compute in float32, and return float32, whoever calls."""
+        self.computes = True
+        self.cast_inside()
 
     @property
     def run(self) -> types.MethodType:
@@ -111,7 +119,7 @@ class PatchedForward(OfModule):
             caller = caller_dtype(boundary.inner_dtype, self.callers, args, kwargs)
             if not torch.compiler.is_compiling() and caller not in self.callers and current_pass() == -1:
                 self.callers = (*self.callers, caller)
-            output_dtype = caller or output_dtype
+            output_dtype = torch.float32 if self.computes else caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():
@@ -156,7 +164,7 @@ class PatchedForward(OfModule):
             return self.boundary.call_inside(self._module(), run, args, kwargs)
         # Inside a forward of its model a part runs with that forward's autocast state. A model of a session without O1
         # runs with autocast off, also if another session has switched it on.
-        is_outermost = current_forward.dtype is None or not self.is_part
+        is_outermost = current_forward.dtype is None or not self.is_part or self.computes
         if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
         return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
@@ -318,16 +326,27 @@ def patch_forwards(
     weight_casts = None
     if casts_weights:
         models = Models(selection.models)
-        weight_casts = WeightCasts(models, plan.model_dtype, selection.float32_modules, selection.float32_parameters)
+        float32_modules = frozenset([*selection.float32_modules, *selection.computes])
+        weight_casts = WeightCasts(models, plan.model_dtype, float32_modules, selection.float32_parameters)
         undos.push(weight_casts.close)
+    computing = boundary(torch.float32)
+    computing.cast_inputs, computing.casts = True, NO_CASTS
+    undos.push(computing.retire)
+    float32_casts = WeightCasts(Models(selection.models), torch.float32, (), (), keeps=False)
     undos.push(kept.retire)
     undos.push(cast.retire)
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
 
     def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
-        weights = None if weight_casts is None or is_kept else ForwardWeights(module, weight_casts)
-        forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
+        if module in selection.computes:
+            # With "model" its parameters are float32, and no cast replaces them.
+            weights = None if casts_weights or not casts_model else ForwardWeights(module, float32_casts)
+            forward = PatchedForward(module, computing, name, is_part, weights)
+            forward.compute_in_float32()
+        else:
+            weights = None if weight_casts is None or is_kept else ForwardWeights(module, weight_casts)
+            forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
         forward.owner = owner
         ours = {
             name: forward.run,
@@ -343,7 +362,12 @@ def patch_forwards(
         patched.append((weakref.ref(module), references, before))
         attributes.update(ours)
 
+    computes = [module for module in selection.computes if has_forward(module) and module not in selection.models]
+    for module in computes:
+        patch(module, False, "forward", is_part=True)
     for module, dtype in selection.parts.items():
+        if module in selection.computes:
+            continue
         patch(module, dtype is torch.float32, "forward", is_part=True)
     names = plan.properties.entry_points
     for module, name in entry_points(selection.models, names) if names else ():

@@ -29,6 +29,8 @@ from ..torch_internals.running import is_eager
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
+# Tensors of other dtypes are never cast.
+_CAST: Final = (torch.float32, torch.float16, torch.bfloat16)
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
@@ -46,6 +48,7 @@ class WeightCasts:
         dtype: the 16-bit dtype.
         kept: the modules whose parameters stay float32.
         kept_parameters: parameters of other modules that stay float32.
+        keeps: whether a cast is kept until its parameter changes; False: each forward makes new ones, also of buffers.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class WeightCasts:
         dtype: torch.dtype,
         kept: Collection[nn.Module],
         kept_parameters: Sequence[torch.Tensor],
+        keeps: bool = True,
     ) -> None:
         self.dtype = dtype
         self.kept = kept
@@ -61,6 +65,7 @@ class WeightCasts:
         self.generation = 0
         self._models = models
         self._kept_parameters = kept_parameters
+        self._keeps = keeps
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
         self._lock = threading.Lock()
@@ -68,14 +73,17 @@ class WeightCasts:
 
     def slots_of(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
         """List the parameters to cast in modules: the module's table of parameters, the name, the parameter."""
+        tables: list[dict[str, Any]] = []
+        for module in modules:
+            tables += [module._parameters] if self._keeps else [module._parameters, module._buffers]
         return [
-            (module._parameters, name, parameter)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-            and parameter.dtype is not self.dtype
-            and parameter.is_floating_point()
-            and not any(parameter is kept for kept in self._kept_parameters)
+            (table, name, tensor)
+            for table in tables
+            for name, tensor in table.items()
+            if tensor is not None
+            and tensor.dtype is not self.dtype
+            and tensor.dtype in _CAST
+            and not any(tensor is kept for kept in self._kept_parameters)
         ]
 
     @contextmanager
@@ -100,7 +108,7 @@ class WeightCasts:
     def of(self, layout: "_Layout") -> list[torch.Tensor]:
         """Return the cast of each parameter of a layout; casts of parameters that have changed are made anew."""
         parameters = layout.parameters
-        if not is_eager():
+        if not (is_eager() and self._keeps):
             return [parameter.to(self.dtype) for parameter in parameters]
         versions = _versions(parameters)
         seen = [*versions, *map(_REQUIRES_GRAD, parameters)]
@@ -384,14 +392,14 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 _IN_ANOTHER_THREAD: Final = (
-    '{0} runs in another thread, and with master_weights="model" 16-bit casts replace its parameters while its forward '
-    "runs. Let one forward end before the next begins, make for each thread a copy of its own (copy.deepcopy(model)), "
-    "or use master_weights=True"
+    "{0} runs in another thread, where casts are in the places of its parameters while its forward runs, because of "
+    'master_weights="model" or compute_fp32. Let one forward end before the next begins, make for each thread a copy '
+    "of its own (copy.deepcopy(model)), or use master_weights=True"
 )
 _WRITTEN: Final = (
     "parameter {0!r} of shape {1} in {2} was written to, or replaced, by the forward, where master_weights='model' "
-    "has put a 16-bit cast in its place: the write is lost. Name its module in keep_fp32, where parameters are "
-    "float32, or write outside of the forward, or use master_weights=True"
+    "or compute_fp32 has put a cast in its place: the write is lost. Name its module in keep_fp32, where parameters "
+    "are float32, or write outside of the forward, or use master_weights=True"
 )
 _STEP_IN_FORWARD: Final = (
     "{0} was called inside of a forward, or of a method in entry_points, where master_weights='model' has put 16-bit "

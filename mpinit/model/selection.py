@@ -33,6 +33,7 @@ class Selection:
         float32_parameters: parameters of other modules that stay float32: ``keep_fp32`` or the library names them, or
             they are float32 in a model that comes in 16 bits.
         declared: the names of tensors that stay float32 because their library names them.
+        computes: all modules that compute in float32 whatever their weights are stored in, with their submodules.
         gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
@@ -46,6 +47,7 @@ class Selection:
     float32_modules: Collection[nn.Module]
     float32_parameters: Sequence[torch.Tensor]
     declared: Sequence[str]
+    computes: Collection[nn.Module]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
@@ -60,6 +62,7 @@ class Selection:
             targets={},
             float32_modules=kept,
             float32_parameters=(),
+            computes=(),
             gathered={},
             changes=(),
             parts={},
@@ -106,6 +109,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         float32_modules=frozenset(float32_modules),
         float32_parameters=float32_parameters,
         declared=list(declared),
+        computes=_kept_modules(index, plan.computes)[1],
         gathered=gathered,
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
         parts=_parts(index, tops, float32_modules, plan),
@@ -207,7 +211,7 @@ def _parts(
     roots, parts = set(index.models), {}
     for module in index.names:
         float32 = module in float32_modules
-        is_called = module in with_tensors and module not in hidden and _has_forward(module)
+        is_called = module in with_tensors and module not in hidden and has_forward(module)
         if module in roots or not (is_called or module in tops):
             continue
         # With master_weights="model" a BatchNorm that is cast is patched: called from outside it has float32 weights.
@@ -230,7 +234,7 @@ def _with_tensors(index: ModelIndex, float32_modules: Container[nn.Module]) -> s
     return found
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called and its forward patched."""
     return "forward" in vars(module) or type(module).forward is not _forward_unimplemented
 

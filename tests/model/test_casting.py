@@ -13,6 +13,7 @@ import torch
 from interruptions import interrupt, places
 from models import KINDS, quietly, sgd, start, step
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mpinit
 from mpinit.basics.modules import ModelIndex

@@ -879,6 +879,87 @@ def test_tensors_that_a_library_lists_stay_float32(
     assert "as the library lists them" in caplog.text and "last.weight" in caplog.text
 
 
+# -- Rule 14: modules that compute in float32 --------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A language model whose head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embedding(x))))  # type: ignore[no-any-return]
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "O2": {"opt_level": "O2", "loss_scale": 128.0},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O5", "master_weights": "model"},
+}
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_tied_head_computes_and_returns_float32(kind: str, compiles: bool) -> None:
+    torch._dynamo.reset()
+    x = torch.arange(12).view(3, 4)
+    model = Tied()
+    saved = model.state_dict()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, compute_fp32=["head"], **COMPUTED[kind])
+    seen: list[Tensor] = []
+    model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    logits = run(x)
+    assert model.head.weight is model.embedding.weight and logits.dtype is torch.float32
+    with mpinit.disable_casts():
+        expected = nn.functional.linear(seen[0].float(), model.head.weight.float())
+    assert torch.equal(logits, expected) and not torch.equal(logits, logits.bfloat16().float())
+    with mpinit.scale_loss(nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    plain = Tied()
+    nn.functional.cross_entropy(plain(x).flatten(0, 1), x.flatten()).backward()
+    gradient = plain.head.weight.grad
+    assert gradient is not None and model.head.weight.grad is not None
+    assert (model.head.weight.grad.float() - gradient).norm() < 0.02 * gradient.norm()
+    assert model.state_dict().keys() == saved.keys()
+    mpinit.undo(model)
+    assert "forward" not in vars(model.head)
+
+
+def test_keep_fp32_stores_and_compute_fp32_does_not() -> None:
+    outputs: list[torch.dtype] = []
+    for keyword in ("keep_fp32", "compute_fp32"):
+        model = two_layers()
+        model[2].register_forward_hook(lambda _, inputs, output: outputs.append(output.dtype))
+        mpinit.initialize(model, sgd(model), "O5", **{keyword: ["2"]})
+        model(torch.ones(1, 4))
+        assert model[2].weight.dtype is (torch.float32 if keyword == "keep_fp32" else torch.bfloat16)
+    assert outputs == [torch.bfloat16, torch.float32]
+
+
+@ranks(2, ("O5", True), ("O5", "model"))
+def test_head_that_computes_in_float32_under_ddp(level: str, masters: Any) -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, level, master_weights=masters, compute_fp32=["head"])
+    runs = DistributedDataParallel(model)
+    x = torch.arange(8).view(2, 4) + dist.get_rank()
+    logits = runs(x)
+    assert logits.dtype is torch.float32
+    with mpinit.scale_loss(nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    engines.assert_one({name: value.clone() for name, value in model.state_dict().items()})
+
+
 # -- Rule 15: float32 parameters that are 16-bit in forwards -----------------------------------------------------------
 
 
