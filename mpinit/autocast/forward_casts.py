@@ -7,7 +7,7 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 
 from ..basics.logs import warn_user
-from ..torch_internals.running import current_pass
+from ..basics.running import current_pass
 from .thread_flags import (
     State,
     ThreadAutocast,

@@ -7,9 +7,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..basics import products
+from ..basics.bulk import grads_of, in_fewer_tensors
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
-from ..torch_internals import products
-from ..torch_internals.bulk import grads_of, in_fewer_tensors
 from .sharding import dense_views, is_sharded, local, redistribute_like
 from .verdict import Group, device_for
 

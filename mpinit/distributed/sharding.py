@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..torch_internals.bulk import are_alike, set_all_data
+from ..basics.bulk import are_alike, set_all_data
 
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach

@@ -9,13 +9,16 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
-
-from ..torch_internals.operations import OperationsSeen, next_number, running_node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 # The module of operations outside of the model, such as those of the loss.
 OUTSIDE: Final = None
+# AccumulateGrad nodes have no number of their own in the order of the forward; theirs are at least this.
+_NO_NUMBER: Final = 2**63
+
+Run = Callable[[], Any]
 
 
 class Place(NamedTuple):
@@ -115,3 +118,52 @@ class ModelTrace:
             return Place(BACKWARD, self._owners.get(node.leaf, OUTSIDE), node.name)
         index = bisect_right(self._numbers, node.number) - 1
         return Place(BACKWARD, self._ran[index] if index >= 0 else OUTSIDE, node.name)
+
+
+# Autograd numbers its nodes in the order in which a forward pass creates them. The numbers are not public.
+
+
+class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that calls ``around`` for every operation of this thread and of the backward passes that it starts.
+
+    Args:
+        around: called with the operation, its arguments, its keyword arguments, and a function that runs it. It
+            returns the operation's result.
+    """
+
+    def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._around = around
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+            # Autograd saves the 2.0 of loss * 2.0 as a tensor, which this mode receives as the Python number, and no
+            # kernel accepts that. In torch 2.11 to 2.13.
+            return args[0]
+        return self._around(func, args, named, lambda: func(*args, **named))
+
+
+def next_number() -> int:
+    """Return the number of the next node of the graph."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+class Node(NamedTuple):
+    """A node of the graph: its name, its number, and the leaf whose gradient it accumulates, or None."""
+
+    name: str
+    number: int
+    leaf: torch.Tensor | None
+
+
+def running_node() -> Node | None:
+    """Return the node whose backward runs in this thread; None outside of a backward pass."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number = node._sequence_nr()
+    return Node(type(node).__name__, number, getattr(node, "variable", None) if number >= _NO_NUMBER else None)

@@ -8,9 +8,9 @@ from torch import nn
 
 from ..basics.dtypes import as_float32
 from ..basics.modules import Names
+from ..basics.running import without_gradients
 from ..distributed.sharding import local, set_data, sharded_as
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, versions_of
-from ..torch_internals.running import without_gradients
 from .law import is_rounding, meaning
 from .masters import Gradients, Master, MasterBatch, Masters
 

@@ -12,8 +12,10 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from ..basics.bulk import are_same, data_ptrs, flat, layouts_of
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
+from ..basics.running import without_gradients
 from ..distributed.sharding import (
     is_sharded,
     redistribute_like,
@@ -22,8 +24,6 @@ from ..distributed.sharding import (
     shard,
     sharded_as,
 )
-from ..torch_internals.bulk import are_same, data_ptrs, flat, layouts_of
-from ..torch_internals.running import without_gradients
 from .law import join_, split_
 from .masters import Gradients, Master, MasterBatch, Masters
 

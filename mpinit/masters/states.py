@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from ..basics.bulk import in_pieces
+from ..basics.running import reads_without_sync
 from ..distributed.sharding import is_sharded, shard, sharded_as
-from ..torch_internals.bulk import in_pieces
-from ..torch_internals.running import reads_without_sync
 from .codecs.codec import BLOCK, Codec, tensor_rows
 from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
 

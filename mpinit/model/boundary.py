@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from ..autocast.forward_casts import ForwardCasts
 from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
+from ..basics.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
 from ..distributed.ddp import note_running_wrapper
 from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from ..masters.split import SplitMasters
-from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
 from .written_buffers import WrittenBuffers

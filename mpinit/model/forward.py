@@ -18,10 +18,10 @@ from ..autocast.thread_flags import is_on, present_state, set_state
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
+from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
 from ..basics.weak_references import Models, OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
-from ..torch_internals.running import current_pass, is_tracing_symbolically, without_tracing
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points

@@ -21,11 +21,11 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..basics.bulk import Entries, are_same
+from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
-from ..torch_internals.bulk import Entries, are_same
 from ..torch_internals.float32_gradients import cast_with_float32_gradients
 from ..torch_internals.parameter_data import remove_if_unused, unwatch, versions_of, watch
-from ..torch_internals.running import is_eager
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")

@@ -11,9 +11,9 @@ import torch
 
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
 from ..basics.logs import warn_user
+from ..basics.running import is_eager
 from ..basics.trees import TreeCast
 from ..config.plan import KeepInputPredicate
-from ..torch_internals.running import is_eager
 from .precision_loss import COUNTED_BY_FLOAT32
 
 # How many numbers of a tensor are read at most.

@@ -10,12 +10,8 @@ from typing import Concatenate, Final, ParamSpec
 import torch
 from torch import nn
 
-from ..distributed.sharding import dense_views, is_distributed, is_sharded
-from ..masters.masters import Masters
-from ..masters.split import SplitMasters
-from ..scaling.scaler import LossScaler
-from ..torch_internals import products
-from ..torch_internals.bulk import (
+from ..basics import products
+from ..basics.bulk import (
     are_alike,
     are_plain,
     are_same,
@@ -25,7 +21,11 @@ from ..torch_internals.bulk import (
     some_of,
     versions_of,
 )
-from ..torch_internals.running import reads_without_sync, without_gradients
+from ..basics.running import reads_without_sync, without_gradients
+from ..distributed.sharding import dense_views, is_distributed, is_sharded
+from ..masters.masters import Masters
+from ..masters.split import SplitMasters
+from ..scaling.scaler import LossScaler
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 

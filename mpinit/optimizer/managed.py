@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..autocast.thread_flags import CastsOff
 from ..basics.patching import UndoStack
+from ..basics.running import reads_without_sync
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
 from ..masters.states import EncodedStates, decode, decoded_state_dict
@@ -22,7 +23,6 @@ from ..model.float32_values import Float32Values
 from ..model.forward_weights import refuse_changes_in_forward
 from ..model.written_buffers import WrittenBuffers
 from ..scaling.scaler import LossScaler
-from ..torch_internals.running import reads_without_sync
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .closures import FIRST, SECOND, Closure, ClosureSteps, SamSteps
 from .gradient_state import Phase, agreed, cleared, loss_reached_none

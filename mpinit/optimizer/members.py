@@ -10,13 +10,13 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
+from ..basics.bulk import are_same, exchanged
 from ..basics.dtypes import is_lower_precision
 from ..basics.weak_references import WeakList
 from ..config.plan import MasterWeightsMode
 from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
-from ..torch_internals.bulk import are_same, exchanged
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
 from .state import cast_state, wrapped_by

@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..basics.bulk import ModuleEntries
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.wrappers import unwrapped
 from ..distributed.sharding import is_distributed, model_parameters
 from ..masters.masters import IN_FLOAT32, Masters
 from ..model.float32_values import Float32Values
-from ..torch_internals.bulk import ModuleEntries
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
 from .gradient_state import cleared
 from .gradients import Gradients

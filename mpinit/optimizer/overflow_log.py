@@ -10,10 +10,11 @@ import torch
 from ..basics.tables import counted
 from ..distributed.sharding import dense_view
 from ..scaling.scaler import LossScaler
-from ..torch_internals.operations import order_of_leaves
 from .members import Members
 
 _SHOWN: Final = 20
+# AccumulateGrad nodes have no number of their own in the order of the forward; theirs are at least this.
+_NO_NUMBER: Final = 2**63
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class OverflowLog:
             scaler, scale, loss: the loss scaler, the loss scale and the loss of their backward pass.
             came_later: whether inf and nan were written to the gradients after the backward pass.
         """
-        order = {} if loss is None else order_of_leaves(loss)
+        order = {} if loss is None else _order_of_leaves(loss)
         found = []
         weights = [weight for weight in self._members.parameters() if weight.grad is not None]
         names = self._members.names.of_all(weights)
@@ -194,3 +195,33 @@ def _bad_gradient(name: str, gradient: Any) -> BadGradient:
     infs = int((~finite).sum()) - nans
     largest = float(torch.where(finite, dense, 0).abs().max())
     return BadGradient(name, dense.numel(), infs, nans, largest)
+
+
+def _order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
+    """Compute the order in which a backward pass from ``result`` reaches the leaves, also after that pass.
+
+    Returns:
+        Each leaf that requires gradients -> a number; lower numbers are reached earlier. Empty if the graph has no
+        leaves, or more than ``at_most`` nodes.
+    """
+    found: dict[torch.Tensor, int] = {}
+    if result.grad_fn is None:
+        return found
+    seen: set[Any] = {result.grad_fn}
+    waiting: list[Any] = [(result.grad_fn, 0)]
+    while waiting:
+        node, user = waiting.pop()
+        number = node._sequence_nr()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[leaf] = min(found.get(leaf, 0), -user)
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            is_leaf = hasattr(child, "variable")
+            if is_leaf or child not in seen:
+                seen.add(child)
+                waiting.append((child, number if number < _NO_NUMBER else user))
+        if len(seen) > at_most:
+            return {}
+    return found

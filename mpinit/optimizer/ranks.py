@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.modules import modules_of
 from ..basics.patching import UndoStack, undo_when_dropped
+from ..basics.running import current_pass
 from ..distributed.agreement import check_same
 from ..distributed.ddp import (
     Wrappers,
@@ -32,7 +33,6 @@ from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
 from ..model.boundary import ForwardGuard
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
-from ..torch_internals.running import current_pass
 
 # The key of a setting that ranks compare in addition to the keywords.
 OPTIMIZERS: Final = "the optimizer's class"

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..basics.bulk import have_grads
 from ..basics.logs import log, warn_user
+from ..basics.running import is_capturing, reads_without_sync
 from ..basics.tables import counted
 from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32, Masters
 from ..scaling.scaler import LossScaler
-from ..torch_internals.bulk import have_grads
-from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients, GradientSample
 from .managed import ManagedOptimizer, before_backward

@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from ..basics.bulk import are_same, grads_of, have_grads, set_grads
 from ..basics.patching import UndoStack
+from ..basics.running import bucket_bytes_at_most, without_gradients
 from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
-from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
-from ..torch_internals.running import bucket_bytes_at_most, without_gradients
 from .members import Members
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 

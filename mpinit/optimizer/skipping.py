@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
+from ..basics.running import is_capturing, reads_without_sync
 from ..config.plan import Plan
 from ..scaling.scaler import LossScaler
-from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import Phase
 from .gradients import Gradients
 from .members import Members

@@ -11,17 +11,17 @@ import torch
 from torch.optim import Optimizer
 
 from ..autocast.thread_flags import CastsOff, is_on
+from ..basics.bulk import grads_of
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
+from ..basics.running import call_after_backward, is_capturing, reads_without_sync
 from ..config.plan import Plan
 from ..distributed.sharding import is_distributed
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import refuse_changes_in_forward
 from ..scaling.scaler import LossScaler
-from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
 from ..torch_internals.fused_sgd import unfused
-from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
 from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler
 from .gradients import Done, Gradients, GradientSample, largest
 from .members import Members

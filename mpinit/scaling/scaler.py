@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..basics.logs import log
+from ..basics.running import reads_without_sync
 from ..config.loss_scale import (
     LARGEST_COUNT,
     LARGEST_SCALE,
@@ -16,7 +17,6 @@ from ..config.loss_scale import (
     LossScale,
     check_scale,
 )
-from ..torch_internals.running import reads_without_sync
 
 
 class UsedScale:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..basics.patching import UndoStack
+from ..basics.running import current_pass
 from ..basics.weak_references import WeakIdSet
-from .running import current_pass
 
 _models: Final[WeakIdSet[nn.Module]] = WeakIdSet()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []

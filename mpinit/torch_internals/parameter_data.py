@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .running import is_eager
+from ..basics.running import is_eager
 
 TENSOR_DATA: Final[Any] = torch.Tensor.data
 TENSOR_DETACH: Final[Any] = torch.Tensor.detach

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpinit
 from mpinit import OPT_LEVELS
 from mpinit.compat.apex import amp as face
-from mpinit.torch_internals.operations import OperationsSeen
+from mpinit.inspect.trace import OperationsSeen
 
 NETWORKS = ["cnn", "lstm", "transformer"]
 LEVELS = [None, *OPT_LEVELS]

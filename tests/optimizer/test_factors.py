@@ -12,7 +12,7 @@ from session_device import device, placed
 from torch import nn
 
 import mpinit
-from mpinit.torch_internals import products
+from mpinit.basics import products
 
 pytestmark = pytest.mark.device
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ...torch_internals.running import is_faster_in_chunks
+from ...basics.running import is_faster_in_chunks
 
 Codes = tuple[torch.Tensor, ...]
 

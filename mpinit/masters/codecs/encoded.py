@@ -6,9 +6,9 @@ from typing import Any, Final, final
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ...basics.bulk import flat
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
-from ...torch_internals.bulk import flat
 from .codec import BLOCK, Codec, Codes, in_rows
 
 _NO_MEMORY: Final = (

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import torch
 
-from ...torch_internals.running import reads_without_sync
+from ...basics.running import reads_without_sync
 from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mpinit.torch_internals.running import without_gradients
+from mpinit.basics.running import without_gradients
 
 
 def is_on(fails: bool = False) -> tuple[bool, bool]:

@@ -10,11 +10,10 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 
-from .parameter_data import TENSOR_DATA
-
 Item = TypeVar("Item")
 _GRAD_OF: Final = attrgetter("grad")
-_SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
+_DATA: Final[Any] = torch.Tensor.data
+_SET_DATA_OF: Final[Any] = _DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _STRIDE_OF: Final[Any] = torch.Tensor.stride
 _SIZE_OF: Final[Any] = torch.Tensor.size
