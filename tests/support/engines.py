@@ -324,7 +324,7 @@ ENGINES: dict[str, Engine] = {
     "fsdp by layer": Engine(fsdp(4), **FSDP | ALL | {"levels": ("O0", "O2", "O5", "model")}),
     "fsdp kept": Engine(fsdp(4, reshard_after_forward=False), **FSDP),
     "fsdp reshard 2": Engine(fsdp(4, reshard_after_forward=2), **FSDP),
-    "fsdp unsynced": Engine(fsdp(4), micros=2, quiet=unsynced, **FSDP),
+    "fsdp unsynced": Engine(fsdp(4), micros=2, quiet=unsynced, **FSDP | {"levels": ("O5",)}),
     "fsdp uneven": Engine(fsdp(4), sizes=(1, 2, 2, 3), **FSDP),
     "fsdp empty": Engine(fsdp(4), sizes=(3, 2, 3, 0), **FSDP),
     "fsdp unused": Engine(fsdp(4), network=lambda: text(leaves_out=alternately()), **FSDP),
