@@ -332,7 +332,9 @@ def patch_forwards(
     computing = boundary(torch.float32)
     computing.cast_inputs, computing.casts = True, NO_CASTS
     undos.push(computing.retire)
-    float32_casts = WeightCasts(Models(selection.models), torch.float32, (), (), keeps=False)
+    float32_casts = None
+    if casts_model and not casts_weights and selection.computes:
+        float32_casts = WeightCasts(Models(selection.models), torch.float32, (), (), keeps=False)
     undos.push(kept.retire)
     undos.push(cast.retire)
     patched: list[_Patched] = []
@@ -341,7 +343,7 @@ def patch_forwards(
     def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
         if module in selection.computes:
             # With "model" its parameters are float32, and no cast replaces them.
-            weights = None if casts_weights or not casts_model else ForwardWeights(module, float32_casts)
+            weights = None if float32_casts is None else ForwardWeights(module, float32_casts)
             forward = PatchedForward(module, computing, name, is_part, weights)
             forward.compute_in_float32()
         else:

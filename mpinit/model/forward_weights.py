@@ -12,6 +12,7 @@ the backward pass finds the same tensors: activation checkpointing, reversible b
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..basics.bulk import Entries, are_same
+from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
 from ..torch_internals.float32_gradients import cast_with_float32_gradients
@@ -68,6 +70,7 @@ class WeightCasts:
         self._keeps = keeps
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
+        self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(unwatch, self._casts))
         self._lock = threading.Lock()
         self._thread: int | None = None
 
@@ -149,15 +152,13 @@ class WeightCasts:
     def _keep_only(self, ids: set[int]) -> None:
         gone = self._casts.keys() - ids
         unwatch(gone)
-        self._casts = {key: self._casts[key] for key in self._casts.keys() - gone}
+        for key in gone:
+            del self._casts[key]
 
     def close(self) -> None:
         """Drop the casts, and watch the parameters' ``data`` no more."""
-        unwatch(self._casts)
-        self._casts = {}
-        remove_if_unused()
-
-    __del__ = close
+        self._keep_only(set())
+        self._remove_property()
 
 
 class _Layout:

@@ -153,10 +153,11 @@ def set_up(network: str = "cnn", optimizer: str = "sgd", warm: bool = True) -> t
 
 
 def rounds(kind: str, model: nn.Module) -> Callable[[str], bool]:
-    """What undo can only give back as the 16-bit numbers it had become: trained weights without masters, gradients."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """What undo can only give back as the 16-bit numbers it had become: weights without masters, gradients."""
+    weights = {name for name, _ in model.named_parameters()}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if kind in KEEPS_EVERY_BIT or kind.startswith("O1"):
         return lambda name: False
     if kind == "O3":
-        return lambda name: name in trained or name.startswith("gradient")
-    return lambda name: name.startswith("gradient")
+        return lambda name: name in weights or name.startswith("gradient")
+    return lambda name: name in frozen or name.startswith("gradient")
