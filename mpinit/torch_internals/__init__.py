@@ -1,1 +1,1 @@
-"""Code that depends on private parts of torch or works around a fault of torch: one file for each of them."""
+"""Ways around faults of torch, one file for each; ``tests/torch_internals`` says when one can be deleted."""

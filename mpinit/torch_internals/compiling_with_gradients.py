@@ -1,9 +1,10 @@
 """Compilation of models whose 16-bit weights have float32 gradients: the gradients are hidden while it compiles.
 
-torch.compile reads the gradient of every weight that is an input of a graph. It raises "dtype mismatch between tensor
-and its gradient" if the two dtypes differ, although ``Tensor.grad_dtype`` allows that. So a model could not be
-recompiled between a backward pass and ``zero_grad``, for inputs of another shape or in evaluation.
-Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. This file can be deleted when
+torch.compile reads the gradient of every weight that is an input of a graph. If the two dtypes differ, it breaks the
+graph, with ``fullgraph=True`` by the error "dtype mismatch between tensor and its gradient", although
+``Tensor.grad_dtype`` allows that. So a model would run uncompiled if it was recompiled between a backward pass and
+``zero_grad``, for inputs of another shape or in evaluation.
+Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.15. This file can be deleted when
 dynamo's ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
 ``torch._dynamo.reset()`` drops the callbacks of compilations. :func:`follow_dynamo` registers them again when the next
