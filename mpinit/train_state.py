@@ -141,7 +141,13 @@ class TrainState:
         for optimizer in self._optimizers:
             part, how = self._part_of(optimizer, state.get("optim", {}), options)
             with with_initial_state(optimizer, self._managed(optimizer)):
+                absent = {} if from_rank0 else self._without_state(optimizer, part, options)
+                if absent:
+                    # torch raises for a trainable weight without an entry: it gets one, which is dropped again.
+                    part = {**part, "state": {**part["state"], **{name: own for name, (_, own) in absent.items()}}}
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
+            for weight, _ in absent.values():
+                optimizer.state.pop(weight, None)
         session = self._session()
         weights = list(self._model.parameters())
         models = [model for each in registry.live() if each.has_one_of(weights) for model in each.models]
@@ -247,6 +253,23 @@ class TrainState:
         if options.broadcast_from_rank0 and is_distributed():
             torch.distributed.broadcast_object_list(sent, src=0)
         return sent[0], _local_options(options)
+
+    def _without_state(self, optimizer: Optimizer, optim: Any, options: Any) -> dict[str, tuple[nn.Parameter, Any]]:
+        """Find the weights that a state has in its groups, without an entry: unused ones, or just unfrozen ones.
+
+        Returns:
+            The name of a weight -> the weight, and its entry in the optimizer now.
+        """
+        if "param_groups" not in optim or "state" not in optim:
+            return {}
+        saved = {name for group in optim["param_groups"] for name in group["params"]} - optim["state"].keys()
+        if not saved or not optim["state"]:
+            return {}
+        own = self._named_state(optimizer, options)
+        names = [name for group in own["param_groups"] for name in group["params"]]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        pairs = zip(names, weights, strict=True)
+        return {name: (weight, own["state"][name]) for name, weight in pairs if name in saved and name in own["state"]}
 
     def _load_frozen(self, optimizer: Optimizer, optim: Mapping[str, Any], options: Any) -> None:
         """Load the optimizer's state of frozen weights, which torch does not load: unfrozen, they would start without.
@@ -406,7 +429,10 @@ def optimizer_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: b
         return ["the optimizer's state has no 'state' and 'param_groups'"]
     faults = [*_group_faults(own["param_groups"], loaded["param_groups"])]
     if strict:
-        faults += _named("the optimizer's state has none for", [n for n in own["state"] if n not in loaded["state"]])
+        # A weight in a saved group had no entry where it was saved: no step has used it.
+        had_none = {name for group in loaded["param_groups"] for name in group["params"]} if loaded["state"] else set()
+        absent = [name for name in own["state"] if name not in loaded["state"] and name not in had_none]
+        faults += _named("the optimizer's state has none for", absent)
         faults += _unwanted(own, loaded)
     return [*faults, *_entry_faults(own, loaded, whole)]
 
