@@ -48,7 +48,6 @@ class TensorCasts:
         trained: Collection[torch.Tensor],
     ) -> None:
         self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
-        self._trained = set(trained)
         self._out_of_range: set[torch.Tensor] = set()
         self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
         # Values of parameters before they were cast; of sharded ones the part in this process.
@@ -108,13 +107,10 @@ class TensorCasts:
         return self._original_dtypes.get(tensor, tensor.dtype)
 
     def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Treat parameters as trained from now on, and drop their values from before the cast."""
-        for parameter in parameters:
-            self._trained.add(parameter)
+        """Do nothing: no values from before a cast are kept."""
 
     def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
         """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
-        self._trained.add(parameter)
         self._original_dtypes.setdefault(parameter, original_dtype)
 
     @torch.no_grad()

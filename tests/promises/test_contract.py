@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import gc
 import io
 import logging
 import pickle
@@ -451,6 +452,39 @@ def test_split_and_model_masters_are_the_models_parameters(store: str) -> None:
     optimizer = sgd(model)
     mpinit.initialize(model, optimizer, "O5", master_weights=store)
     assert all(one is other for one, other in zip(mpinit.master_params(optimizer), model.parameters(), strict=True))
+
+
+@stores
+def test_replaced_parameters_are_freed_with_their_masters(store: str) -> None:
+    model, optimizer = started(store)
+    list(mpinit.master_params(optimizer))
+    with mpinit.float32_weights(model):
+        pass
+    model.state_dict()
+    sizes = 61, 67
+    model[2] = nn.Linear(8, 61).to(model[0].weight.dtype)
+    model.append(nn.Linear(61, 67).to(model[0].weight.dtype))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    list(mpinit.master_params(optimizer))
+    with mpinit.float32_weights(model):
+        pass
+    trained(model, optimizer)
+    model[2].weight.data.clamp_(-1, 1)
+    trained(model, optimizer)
+    assert tensors_of(sizes) > 0
+    model[2], optimizer.param_groups[0]["params"] = nn.Linear(8, 2).to(model[0].weight.dtype), []
+    del model[3]
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    for parameter in [each for each in optimizer.state if each.shape[0] in sizes]:
+        del optimizer.state[parameter]
+    trained(model, optimizer)
+    assert tensors_of(sizes) == 0
+
+
+def tensors_of(sizes: tuple[int, ...]) -> int:
+    """How many tensors live whose first dimension is one of these."""
+    gc.collect()
+    return sum(isinstance(each, Tensor) and each.dim() > 0 and each.shape[0] in sizes for each in gc.get_objects())
 
 
 # -- Rule 5: entries of state dicts are copies -------------------------------------------------------------------------
