@@ -170,8 +170,7 @@ class Session:
             self._cast(index, targets)
         if selected.changes:
             self.managed.shared.written.list_buffers(index.named_modules)
-        casts = self.values.casts if selected.changes else None
-        self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
+        self.ranks.watch([*selected.changes, *widened], self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
         if selected.has_16_bit or plan.skips:

@@ -11,7 +11,7 @@ from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision, m
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
-from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
+from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.law import restore_unchanged
 from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
@@ -96,11 +96,6 @@ class TensorCasts:
         if original is None or tensor.dtype == original.dtype:
             return None
         return _widened(tensor, original.dtype, original)
-
-    def with_more_bits(self) -> list[torch.Tensor]:
-        """List the tensors with float32 values beside them: buffers."""
-        buffers = [cast for cast, entry in self._buffers.items() if entry.original.dtype is torch.float32]
-        return [t for t in buffers if is_lower_precision(t.dtype) and not t.is_meta and not is_sharded(t)]
 
     def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype of a parameter before it was cast."""

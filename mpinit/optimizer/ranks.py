@@ -31,7 +31,6 @@ from ..distributed.sharding import (
 )
 from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
 from ..model.boundary import ForwardGuard
-from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 
 # The key of a setting that ranks compare in addition to the keywords.
@@ -93,7 +92,6 @@ class Ranks:
         self._masters = guard.masters
         self._scalers = scalers
         self._process_group = process_group
-        self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
         self._wrappers = Wrappers()
         self._fsdp_groups: list[Any] | None = None
@@ -104,12 +102,11 @@ class Ranks:
     def watch(
         self,
         changed: Iterable[torch.Tensor],
-        casts: TensorCasts | None,
         settings: Mapping[str, str],
         undos: UndoStack,
     ) -> None:
         """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
-        self._casts, self._settings = casts, settings
+        self._settings = settings
         self._wrappers = Wrappers(self.guard.models, map(id, self.guard.parameters()), map(id, changed))
         known = weakref.ref(self)
 
@@ -160,23 +157,12 @@ class Ranks:
         found = [master for master in map(masters.of, tensors) if master is not None]
         for index, sent in broadcast([functools.partial(masters.values, master) for master in found], group):
             masters.load(found[index], sent)
-        if self._casts is not None:
-            ids = set(map(id, tensors))
-            rounded = [tensor for tensor in self._casts.with_more_bits() if id(tensor) in ids]
-            values = [functools.partial(self._values_of, tensor) for tensor in rounded]
-            for index, sent in broadcast(values, group):
-                rounded[index].copy_(sent)
-                self._casts.load(rounded[index], sent)
         for scaler in self._scalers:
             if scaler.is_dynamic:
                 counters = scaler.counters()
                 there = counters.to(device_for(group, counters.device))
                 torch.distributed.broadcast(there, group=group, group_src=0)
                 scaler.load_counters(there)
-
-    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        values = None if self._casts is None else self._casts.original_values(tensor)
-        return (tensor if values is None else values).detach().float()
 
     @property
     def has_wrappers(self) -> bool:
