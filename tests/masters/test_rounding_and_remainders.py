@@ -3,79 +3,17 @@
 Below the public face: the split is tried on every kind of float32 number.
 """
 
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from torch import Tensor, nn
+from torch import nn
 
 import mpinit
 from mpinit.masters.law import join_, split_
-
-SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 65504.0, 65520.0, 3.4e38, 6e-8, 1.00390625]
-PAIRS = [
-    (torch.float32, torch.float16),
-    (torch.float32, torch.bfloat16),
-    (torch.float64, torch.float16),
-    (torch.float16, torch.bfloat16),
-    (torch.bfloat16, torch.float16),
-]
-
-
-def cast_in(values: Tensor, dtype: torch.dtype) -> nn.Module:
-    """A model with a frozen weight of these values that is cast to ``dtype``."""
-    model = nn.Module()
-    model.weight = nn.Parameter(values.clone(), requires_grad=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return mpinit.initialize(model, opt_level="O3", cast_model_type=dtype)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
-
-
-@pytest.mark.parametrize(("given_dtype", "dtype"), PAIRS)
-def test_unwritten_values_are_restored_bit_for_bit(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scales = torch.tensor([1e-40, 1e-8, 0.02, 1.0, 1e6], dtype=torch.float64)
-    numbers = torch.randn(1000, 5, dtype=torch.float64) * scales
-    values = torch.cat([numbers.flatten(), torch.tensor(SPECIAL, dtype=torch.float64)]).to(given_dtype)
-    model = cast_in(values, dtype)
-    assert model.weight.dtype == dtype
-    places = torch.arange(0, len(values), 7)
-    model.weight[places] = 7.0
-    mpinit.undo(model)
-    written = values.clone()
-    written[places] = 7.0
-    assert model.weight.dtype == given_dtype and same_bits(model.weight, written)
-
-
-def test_later_writes_to_old_memory_are_not_restored() -> None:
-    values = torch.randn(300)
-    held = values.clone()
-    model = nn.Module()
-    model.weight = nn.Parameter(held, requires_grad=False)
-    mpinit.initialize(model, opt_level="O3")
-    held.add_(1.0)
-    assert torch.equal(model.state_dict()["weight"], values)
-    mpinit.undo(model)
-    assert torch.equal(model.weight, values)
-
-
-@given(arrays.arrays("int32", st.integers(1, 200), elements=st.integers(-(2**31), 2**31 - 1)), st.booleans())
-@settings(max_examples=50)
-def test_split_masters_restore_any_bits(patterns: Any, is_half: bool) -> None:
-    values = torch.from_numpy(patterns).view(torch.float32)
-    model = cast_in(values, torch.float16 if is_half else torch.bfloat16)
-    mpinit.undo(model)
-    assert same_bits(model.weight, values)
-
 
 # bfloat16 has 8 significant bits, and float32's smallest exponent.
 BITS, SMALLEST = 8, -133

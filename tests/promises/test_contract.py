@@ -476,7 +476,7 @@ def test_replaced_parameters_are_freed_with_their_masters(store: str) -> None:
     del model[3]
     optimizer.param_groups[0]["params"] = list(model.parameters())
     for parameter in [each for each in optimizer.state if each.shape[0] in sizes]:
-        del optimizer.state[parameter]
+        del optimizer.state[parameter], parameter
     trained(model, optimizer)
     assert tensors_of(sizes) == 0
 
