@@ -12,8 +12,6 @@ from torch import nn
 
 Item = TypeVar("Item")
 _GRAD_OF: Final = attrgetter("grad")
-_DATA: Final[Any] = torch.Tensor.data
-_SET_DATA_OF: Final[Any] = _DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _STRIDE_OF: Final[Any] = torch.Tensor.stride
 _SIZE_OF: Final[Any] = torch.Tensor.size
@@ -24,8 +22,6 @@ _DEVICE: Final[Any] = torch.Tensor.get_device
 _FLOAT32: Final = {torch.float32}
 _NO: Final = {False}
 _PLAIN: Final = {torch.Tensor}
-# How many elements of several tensors are computed in one operation on a flat tensor.
-_PIECE: Final = 1 << 20
 # Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call on a CPU.
 _SMALL: Final = 1 << 14
 
@@ -131,42 +127,6 @@ def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
 def some_of(items: Sequence[Item], most: int) -> Sequence[Item]:
     """Return a sample of at most ``most`` items, at a fixed distance from each other; the first is among them."""
     return items[:: -(-len(items) // most) or 1]
-
-
-def float32_on_cpu(numbers: float | list[int]) -> torch.Tensor:
-    """Make a float32 tensor on the CPU, whatever torch's default dtype and device are."""
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
-
-
-def set_all_data(tensors: list[Any], values: list[torch.Tensor]) -> None:
-    """Set each tensor's ``data`` to a tensor of the same shape and dtype."""
-    consume(map(_SET_DATA_OF, tensors, values))
-
-
-def in_pieces(tensors: Sequence[torch.Tensor], are_usual: Iterable[bool], limit: int = _PIECE) -> list[list[int]]:
-    """Divide tensors into groups of one device and limited size, to compute a group in one operation.
-
-    Args:
-        are_usual: of each tensor, whether it may be in a group with others. Large and empty ones are alone, too.
-        limit: the largest number of elements of a group of several.
-
-    Returns:
-        The indices of each group.
-    """
-    groups: list[list[int]] = []
-    last: dict[torch.device, tuple[list[int], int]] = {}
-    for index, (tensor, is_usual) in enumerate(zip(tensors, are_usual, strict=True)):
-        size = tensor.numel()
-        group, count = last.get(tensor.device, ([], limit))
-        if not is_usual or not size or tensor.is_meta:
-            groups.append([index])
-        elif count + size > limit:
-            groups.append([index])
-            last[tensor.device] = groups[-1], size
-        else:
-            group.append(index)
-            last[tensor.device] = group, count + size
-    return groups
 
 
 def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -3,15 +3,12 @@
 A patch does not keep its object alive.
 """
 
-import functools
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Final, Self, TypeVar
-
-from torch._compile import _disable_dynamo
 
 _ABSENT: Final = object()
 
@@ -179,44 +176,6 @@ def undo_dropped() -> None:
             undo = _waiting[0]
             undo()
             _waiting.remove(undo)
-
-
-class SharedPatches:
-    """Patched methods of a class, which has its own methods again when the last user of the patches is removed.
-
-    For a class whose objects may be older than the patches, so that no object is known that could be patched.
-    torch.compile calls the methods, and does not trace them.
-    """
-
-    def __init__(self, owner: type, around: Mapping[str, Callable[..., Any]]) -> None:
-        self.users: list[Callable[..., None]] = []
-        self._owner = owner
-        # The name of a method -> what is called in its place: with the method, the object, and the arguments.
-        self._around = around
-        self._undos = UndoStack()
-
-    def add(self, user: Callable[..., None]) -> Undo:
-        """Add a user, which the functions around the methods can call; return what removes it."""
-        if not self.users:
-            for name, around in self._around.items():
-                patched = _patched(getattr(self._owner, name), around)
-                self._undos.set_attribute(self._owner, name, patched, stays_wrapped=True)
-        self.users.append(user)
-        return functools.partial(self._remove, user)
-
-    def _remove(self, user: Callable[..., None]) -> None:
-        self.users[:] = [each for each in self.users if each is not user]
-        if not self.users:
-            self._undos.unwind()
-
-
-def _patched(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(inner, self, *args, **kwargs)
-
-    # As torch.compiler.disable, which would import torch._dynamo at once.
-    return _disable_dynamo(method)
 
 
 class InterruptsDelayed:

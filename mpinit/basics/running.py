@@ -31,10 +31,6 @@ def current_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-# Returns the number of the backward pass that runs in this thread, or -1; called for each gradient.
-current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
-
-
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of this thread's backward pass, after DDP has averaged its gradients.
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..basics.bulk import are_alike, set_all_data
+from ..basics.bulk import are_alike, consume
 
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
@@ -88,7 +88,7 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
 def set_all_local_data(tensors: list[Any], parts: list[torch.Tensor], are_sharded: bool) -> None:
     """Replace the memory of tensors' parts in this process by other memory of the same shapes and dtypes."""
     if not are_sharded:
-        set_all_data(tensors, parts)
+        consume(map(_TENSOR_DATA.__set__, tensors, parts))
         return
     for tensor, part in zip(tensors, parts, strict=True):
         if is_sharded(tensor):

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from ..basics.bulk import in_pieces
 from ..basics.running import reads_without_sync
 from ..distributed.sharding import is_sharded, shard, sharded_as
 from .codecs.codec import BLOCK, Codec, tensor_rows
@@ -126,8 +125,21 @@ def _is_faster_together(state: EncodedState) -> bool:
 
 def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
     """Return the indices of the states of each group that is decoded or encoded together, all by the first's codec."""
-    are_usual = (_is_faster_together(state) and state.codec.name == states[0].codec.name for state in states)
-    return in_pieces(states, are_usual, _TOGETHER)
+    groups: list[list[int]] = []
+    last: dict[torch.device, tuple[list[int], int]] = {}
+    for index, state in enumerate(states):
+        size = state.numel()
+        group, count = last.get(state.device, ([], _TOGETHER))
+        # Others are alone: where operations start fast, of another codec, empty, or without numbers.
+        if not _is_faster_together(state) or state.codec.name != states[0].codec.name or not size or state.is_meta:
+            groups.append([index])
+        elif count + size > _TOGETHER:
+            groups.append([index])
+            last[state.device] = groups[-1], size
+        else:
+            group.append(index)
+            last[state.device] = group, count + size
+    return groups
 
 
 def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
