@@ -262,6 +262,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Undo what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
 
+    A weight that has no master, because it is frozen or in no optimizer, keeps its 16-bit rounding.
+
     Args:
         owners: a model or optimizer, or a list or tuple of them; everything initialised together is undone together.
 
@@ -273,8 +275,9 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
     Example:
         >>> import torch, mpinit
         >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> before = model.weight.detach().clone()
-        >>> model = mpinit.initialize(model, opt_level="O2")
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2")
         >>> mpinit.undo(model)
         >>> model.weight.dtype, torch.equal(model.weight, before)
         (torch.float32, True)

@@ -182,6 +182,14 @@ def test_the_property_table_is_the_one_in_the_code() -> None:
         assert row[1:] == [cell(getattr(props, name)) for props in mpinit.OPT_LEVELS.values()]
 
 
+MAP = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_]+/[\w/.]*)", MAP) + re.findall(r"`([a-z_]+\.py)", MAP))))
+def test_files_that_contributing_names_exist(path: str) -> None:
+    assert (ROOT / path).exists() or (PACKAGE / path).exists()
+
+
 def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
     makefiles = "".join((ROOT / name).read_text("utf-8") for name in ("Makefile", "benchmarks/bench.mk"))
     named = re.findall(r"\bmake ([a-z-]+)", TEXTS[README] + (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
