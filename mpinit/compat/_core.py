@@ -1,12 +1,14 @@
 """The internals of mpinit that ``compat/`` uses: sessions and loss scalers. All else it uses is public."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .. import initialization, registry
+from .. import amp, initialization, registry
+from ..autocast.installation import REGISTERED
 from ..config.loss_scale import DynamicLossScale
 from ..scaling.scaler import LossScaler
 
@@ -62,3 +64,15 @@ def master_values(optimizer: Optimizer) -> dict[Any, torch.Tensor]:
         p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)
     ]
     return {weight: session.view.values_of(weight) for weight in weights}
+
+
+@contextmanager
+def banned_in_float32() -> Iterator[None]:
+    """Run ``binary_cross_entropy``, which O1 refuses in 16 bits, in float32 for sessions that begin in the block."""
+    before = list(REGISTERED)
+    amp.register_float_function(torch.nn.functional, "binary_cross_entropy")
+    added = [entry for entry in REGISTERED if entry not in before]
+    try:
+        yield
+    finally:
+        REGISTERED[:] = [entry for entry in REGISTERED if entry not in added]

@@ -131,9 +131,7 @@ _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
 _NORMS: Final = "apex.normalization.fused_layer_norm"
 
 MISSING: Final[dict[str, str]] = {
-    "apex.amp.init": "amp.initialize(model, optimizer, opt_level='O1', num_losses=...), before the model is trained",
     "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
-    "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
     "apex.fp16_utils.FP16_Optimizer": f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
     "apex.fp16_utils.fp16_optimizer": f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
     **dict.fromkeys(

@@ -263,7 +263,7 @@ FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap"
 SHORT_LIST = {"amp"}
 # And these, which one module takes for all of them: which session an object belongs to, what its scalers are, and how
 # DistributedDataParallel averages in float32; and the key of a checkpoint that is no scaler.
-CORE = {"registry", "scaling.scaler", "config.loss_scale", "initialization"}
+CORE = {"amp", "autocast.installation", "registry", "scaling.scaler", "config.loss_scale", "initialization"}
 
 
 def taken(path: Path) -> set[str]:

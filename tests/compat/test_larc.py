@@ -145,6 +145,9 @@ def test_a_scheduler_and_a_new_group(level: str) -> None:
         return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
     by_hand = ByHand(level, lambda masters: make(masters[:2]))
+    with torch.no_grad():  # a weight without an optimizer is rounded by initialize
+        for master in by_hand.masters[2:]:
+            master.copy_(rounded(master.detach(), level))
     optimizer = LARC(make(model[0].parameters()))
     mpinit.initialize(model, optimizer, **LEVELS[level])
     schedulers = [LambdaLR(each, lambda step: 0.5**step) for each in (optimizer.optim, by_hand.optimizer)]

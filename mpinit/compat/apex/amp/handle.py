@@ -1,18 +1,21 @@
-"""scale_loss and disable_casts."""
+"""scale_loss and disable_casts, and the handles of ``amp.init``, apex's first interface."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from .... import amp as mp
 from ... import _core
 from ._amp_state import _amp_state
+from .opt import OptimWrapper
 
 disable_casts = mp.disable_casts
 
-__all__ = ["disable_casts", "scale_loss"]
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 def scale_loss(
@@ -84,3 +87,220 @@ def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list
         return
     for session in dict.fromkeys(known):
         yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
+
+
+class AmpHandle:
+    """The handle that ``amp.init`` returns: functions cast their arguments until :meth:`_deactivate`.
+
+    Args:
+        loss_scale: "dynamic", or a number above 0.
+        enable_caching: whether the cast of a weight is used again within an iteration.
+        verbose: kept for scripts that read it.
+        allow_banned: True: functions that apex bans in float16 run in float32.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        allow_banned: bool = False,
+    ) -> None:
+        self._loss_scale = loss_scale
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._is_active = True
+        self._wraps = False
+        # Those of the losses that are scaled by the handle itself share one scale; a wrapped one has its own.
+        self._optimizers: list[Any] = []
+        self._stack = ExitStack()
+        with ExitStack() as undone:
+            if allow_banned:
+                undone.enter_context(_core.banned_in_float32())
+            if not enable_caching:
+                undone.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            # A session without parameters: it casts functions, and nothing else.
+            casts = nn.Module()
+            _core.start(casts, None, "O1", {"loss_scale": 1.0}, cast_policy="apex")
+            undone.callback(mp.undo, casts)
+            if not enable_caching:
+                torch.set_autocast_cache_enabled(False)
+            self._stack = undone.pop_all()
+
+    def is_active(self) -> bool:
+        """Return whether functions are cast and losses scaled."""
+        return self._is_active
+
+    @property
+    def has_cache(self) -> bool:
+        """Return whether casts of weights are cached."""
+        return self._enable_caching
+
+    @property
+    def verbose(self) -> bool:
+        """Return what ``amp.init(verbose=...)`` was called with."""
+        return self._verbose
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        was_active, self._is_active = self._is_active, False
+        try:
+            with mp.disable_casts():
+                yield
+        finally:
+            self._is_active = was_active
+
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> Iterator[torch.Tensor]:
+        """Yield the loss times the scale, for ``backward()``; unscale the optimizer's gradients after it.
+
+        Args:
+            loss: the loss, a tensor with one element.
+            optimizer: the optimizer whose gradients the backward pass computes. A step after an overflow is skipped.
+
+        Raises:
+            RuntimeError: an optimizer was wrapped, and has a ``scale_loss`` of its own.
+        """
+        if not self.is_active():
+            yield loss
+            return
+        if self._wraps:
+            raise RuntimeError(
+                "after handle.wrap_optimizer(optimizer), scale losses by the wrapped optimizer: "
+                "with optimizer.scale_loss(loss) as scaled_loss"
+            )
+        if _core.session_of(optimizer) is None:
+            self._start(optimizer, 1)
+            first = _core.session_of(self._optimizers[0])
+            if optimizer is not self._optimizers[0]:
+                _core.share_scalers(first, [_core.session_of(optimizer)])
+        with mp.scale_loss(loss, optimizer) as scaled:
+            yield scaled
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap an optimizer that steps for several losses.
+
+        Args:
+            optimizer: the optimizer.
+            num_loss: number of losses between two steps. Default 1.
+        """
+        self._wraps = True
+        if self.is_active() and _core.session_of(optimizer) is None:
+            self._start(optimizer, num_loss)
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def _start(self, optimizer: Any, num_losses: int) -> None:
+        """Let the optimizer's losses be scaled: a session over its parameters that casts nothing."""
+        parameters = nn.ParameterList([p for group in optimizer.param_groups for p in group["params"]])
+        properties = {"patch_torch_functions": False, "loss_scale": self._loss_scale, "num_losses": num_losses}
+        _core.start(parameters, optimizer, "O1", properties)
+        self._optimizers.append(optimizer)
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the casts of weights, those of others too: torch has one cache."""
+        torch.clear_autocast_cache()
+
+    def _deactivate(self) -> None:
+        """Undo ``amp.init``: functions and optimizers are as before. A second call does nothing."""
+        self._is_active = False
+        while self._optimizers:
+            optimizer = self._optimizers.pop()
+            if _core.session_of(optimizer) is not None:
+                mp.undo(optimizer)
+        self._stack.close()
+
+
+class NoOpHandle:
+    """The handle of ``amp.init(enabled=False)``, which does nothing."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
+        """Return a context manager that yields the loss."""
+        return nullcontext(loss)
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap an optimizer; its ``scale_loss`` yields the loss."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def _clear_cache(self) -> None: ...
+
+    def _deactivate(self) -> None: ...
+
+
+class SessionHandle(NoOpHandle):
+    """The handle after ``amp.initialize``: :meth:`_deactivate` ends the latest session that casts functions."""
+
+    def is_active(self) -> bool:
+        """Return whether such a session is live."""
+        return bool(self._sessions())
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
+        """Do what ``amp.scale_loss`` does."""
+        return scale_loss(loss, optimizer)
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return mp.disable_casts()
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def _deactivate(self) -> None:
+        for session in self._sessions()[-1:]:
+            mp.undo(session.models[0])
+
+    @staticmethod
+    def _sessions() -> list[Any]:
+        return [session for session in _core.live_sessions() if session.properties.patch_torch_functions]
+
+
+_amp_state.default_handle = SessionHandle()
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Cast functions from here on, by apex's cast policy: apex's first interface. No model is changed.
+
+    Args:
+        enabled: False: return a handle that does nothing. Default True.
+        loss_scale: "dynamic", or a number above 0. Default "dynamic".
+        enable_caching: whether the cast of a weight is used again within an iteration. Default True.
+        verbose: kept for scripts that read it. Default False.
+        allow_banned: True: functions that apex bans in float16, ``binary_cross_entropy``, run in float32. Default
+            False: they raise NotImplementedError with float16 arguments.
+
+    Returns:
+        The handle, with ``scale_loss`` and ``wrap_optimizer``. A later call of ``init`` deactivates an earlier handle.
+
+    Example:
+        >>> from mpinit.compat.apex import amp
+        >>> handle = amp.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with handle.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+        >>> handle._deactivate()
+    """
+    earlier = _amp_state.handle
+    if isinstance(earlier, AmpHandle):
+        earlier._deactivate()
+    _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned) if enabled else NoOpHandle()
+    handle: AmpHandle | NoOpHandle = _amp_state.handle
+    return handle
