@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..autocast.forward_casts import ForwardCasts
 from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
-from ..basics.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
+from ..basics.running import current_pass, is_tracing_symbolically
 from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
@@ -302,17 +302,11 @@ _LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
 def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast an input; a finite number that would overflow becomes the largest of ``dtype``, and stays finite.
 
-    On a device where reading numbers is a device sync, the tensor is clamped without reading its numbers.
+    No number is read, which would be a device sync on an accelerator.
     """
     largest = _LARGEST.get((tensor.dtype, dtype))
     if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.to(dtype)
-    if reads_without_sync(tensor.device) and is_eager():
-        if tensor.numel() == 0:
-            return tensor.to(dtype)
-        least, most = torch.aminmax(tensor.detach())
-        if -largest <= least.item() and most.item() <= largest:
-            return tensor.to(dtype)
     values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
     # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
     return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)

@@ -14,7 +14,6 @@ from typing import Final, final
 
 import torch
 
-from ...basics.running import reads_without_sync
 from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
@@ -90,29 +89,18 @@ def _encode(
     kept = torch.bitwise_left_shift(1, cut_off).sub_(2 * _MARGIN)
     random = noise(bits, numbers, groups, places)
     whole.add_(random.bitwise_and_(kept).bitwise_or_(_MARGIN)).bitwise_right_shift_(cut_off)
-    if _has(~unsigned):
-        # A negative number has 255 - n, and a -0.0 a code of its own: without it a block might lose its sign.
-        whole.bitwise_xor_(torch.bitwise_right_shift(bits, 31, out=random))
+    # A negative number has 255 - n, and a -0.0 a code of its own: without it a block might lose its sign.
+    whole.bitwise_xor_(torch.bitwise_right_shift(bits, 31, out=random))
     torch.maximum(codes.copy_(whole), least, out=codes)
-    if _has(~finite):
-        codes.masked_fill_(~finite, 255)
+    codes.masked_fill_(~finite, 255)
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     assert codes.shape[1] == BLOCK
     unsigned = torch.signbit(scales)
     whole = values.view(torch.int32).copy_(codes)
-    if not _has(~unsigned):
-        whole.bitwise_left_shift_(_CUT_OFF[0]).add_(_LEAST_BITS)
-        values.sub_(_LEAST).mul_(scales.abs())
-        return
     # All bits are 1 where the number is negative.
     sign = torch.bitwise_left_shift(whole, torch.where(unsigned, 0, 24).to(torch.int32)).bitwise_right_shift_(31)
     whole.bitwise_xor_(sign).bitwise_and_(255)
     whole.bitwise_left_shift_(torch.where(unsigned, *_CUT_OFF).to(torch.int32)).add_(_LEAST_BITS)
     values.sub_(_LEAST).mul_(scales.abs()).copysign_(sign.view(torch.float32))
-
-
-def _has(rows: torch.Tensor) -> bool:
-    """Return whether any row is True; also True where reading it would be a device sync."""
-    return not reads_without_sync(rows.device) or bool(rows.any())
