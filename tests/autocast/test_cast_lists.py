@@ -85,7 +85,7 @@ def test_the_stricter_policy_only_adds_and_replaces() -> None:
     assert added == {"gelu", "std", "var", "local_response_norm", "ctc_loss", "cpu"}
 
 
-def test_every_in_place_variant_of_a_float32_function_is_refused_by_the_stricter_policy() -> None:
+def test_in_place_float32_functions_are_refused_by_apex_policy() -> None:
     floats = {row.name for row in APEX_POLICY if row.cast is Cast.FP32}
     refused = {row.name for row in APEX_POLICY if row.cast is Cast.REFUSED}
     assert {f"{name}_" for name in floats if hasattr(torch.Tensor, f"{name}_")} <= refused | {"sum_"}
@@ -174,7 +174,7 @@ def test_a_call_with_out_runs_as_without_casts(lower: torch.dtype, start_casts: 
 
 
 @LOWER
-def test_sums_and_powers_inside_compiled_functions_are_in_float32(lower: torch.dtype, start_casts: StartCasts) -> None:
+def test_sums_and_powers_in_compiled_functions_are_float32(lower: torch.dtype, start_casts: StartCasts) -> None:
     start_casts(patch_torch_functions_type=lower)
     x = torch.full((5000,), 100.0, dtype=lower)
     assert torch.trapezoid(x).item() == pytest.approx(499_900.0)

@@ -72,7 +72,7 @@ def test_casts_of_a_session_dropped_in_a_block_end_after_it(
     assert product_dtype() is FP32
 
 
-def test_casts_of_a_session_dropped_in_autocast_end_at_the_next_forward(before: dict[str, object]) -> None:
+def test_casts_of_a_dropped_session_end_at_the_next_forward(before: dict[str, object]) -> None:
     owner = Owner()
     apply(o1_plan(), owner=owner)
     with torch.autocast("cpu", BF16):
@@ -83,7 +83,7 @@ def test_casts_of_a_session_dropped_in_autocast_end_at_the_next_forward(before: 
     assert product_dtype() is FP32
 
 
-def test_casts_of_a_model_dropped_in_autocast_end_at_the_next_initialize() -> None:
+def test_casts_of_a_dropped_model_end_at_the_next_initialize() -> None:
     model = torch.nn.Linear(2, 2)
     mpinit.initialize(model, opt_level="O1")
     with torch.autocast("cpu", BF16):
@@ -95,7 +95,7 @@ def test_casts_of_a_model_dropped_in_autocast_end_at_the_next_initialize() -> No
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_undo_in_an_autocast_block_is_refused_and_changes_nothing(level: str, enabled: bool) -> None:
+def test_undo_in_autocast_block_is_refused_and_changes_nothing(level: str, enabled: bool) -> None:
     model = torch.nn.Linear(2, 2)
     mpinit.initialize(model, opt_level=level)
     dtype = product_dtype()
@@ -107,7 +107,7 @@ def test_undo_in_an_autocast_block_is_refused_and_changes_nothing(level: str, en
     assert [product_dtype(), model(torch.ones(1, 2)).dtype] == [FP32, FP32]
 
 
-def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
+def test_undo_in_block_of_initialize_ends_casts_with_block() -> None:
     model = torch.nn.Linear(2, 2)
     with torch.autocast("cpu", BF16):
         mpinit.initialize(model, opt_level="O1")
@@ -116,7 +116,7 @@ def test_undo_in_the_block_of_initialize_ends_casts_with_the_block() -> None:
     assert product_dtype() is FP32
 
 
-def test_undo_in_a_block_is_possible_with_casts_of_the_model_alone() -> None:
+def test_undo_in_block_is_possible_with_casts_of_model_alone() -> None:
     model = torch.nn.Linear(2, 2)
     mpinit.initialize(model, opt_level="O1", patch_torch_functions="model")
     with torch.autocast("cpu", BF16):
@@ -144,7 +144,7 @@ NONE = ForwardCasts(None)
 
 
 @pytest.mark.parametrize("scope", [True, "model"])
-def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: Any) -> None:
+def test_forward_without_casts_has_none_of_other_sessions(scope: Any) -> None:
     undo, state = apply(o1_plan(patch_torch_functions=scope)), namespace()
     own = ForwardCasts(HALF)
     assert NONE.run(product_dtype) is FP32
@@ -162,7 +162,7 @@ def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: Any
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_block_of_the_users_around_a_forward_without_casts_counts(live: bool) -> None:
+def test_users_block_around_a_forward_without_casts_counts(live: bool) -> None:
     undo = apply(o1_plan()) if live else None
     with torch.autocast("cpu", BF16):
         assert NONE.run(product_dtype) is BF16
@@ -262,9 +262,7 @@ def test_an_interrupted_undo_completes_when_called_again(live: str, both: bool) 
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
 @pytest.mark.parametrize("scope", [True, "model"])
-def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes_in_float32(
-    level: str, scope: Any
-) -> None:
+def test_loop_with_a_disabled_autocast_block_is_warned_once(level: str, scope: Any) -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     expected = model(x)
@@ -286,7 +284,7 @@ def test_a_loop_whose_autocast_block_is_disabled_is_warned_once_that_it_computes
     assert all(each.filename == __file__ for each in caught)
 
 
-def test_casts_that_are_switched_off_on_purpose_are_no_reason_to_warn() -> None:
+def test_casts_switched_off_on_purpose_are_no_reason_to_warn() -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
     with mpinit.disable_casts():

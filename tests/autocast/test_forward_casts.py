@@ -17,7 +17,7 @@ from mpinit.autocast.thread_flags import device_types, disable_casts
 
 
 @pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
-def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
+def test_build_for_device_not_there_counts_as_one_without(
     present: bool, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else torch.autocast warns of the missing device, for someone who only ever uses the CPU."""
@@ -60,7 +60,7 @@ def test_casts_off_around_a_forward_win(
     assert seen == [FP32, BF16, FP32, FP32, HALF, FP32, FP32, HALF]
 
 
-def test_in_a_surrounding_autocast_block_no_weight_cast_outlives_the_forward() -> None:
+def test_no_weight_cast_outlives_a_forward_in_an_autocast_block() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     x = torch.ones(1, 4)
     with torch.autocast("cpu", dtype=HALF):

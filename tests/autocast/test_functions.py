@@ -46,7 +46,7 @@ def test_last_undo_of_several_sessions_restores_torch(order: tuple[int, ...]) ->
     assert differences(before, namespace()) == []
 
 
-def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts: StartCasts) -> None:
+def test_dtype_in_force_is_that_of_latest_session_not_undone(start_casts: StartCasts) -> None:
     first, second = start_casts(), start_casts(patch_torch_functions_type=BF16)
     assert product_dtype() is BF16
     second()
@@ -64,7 +64,7 @@ def test_wrappers_have_the_names_of_their_functions(start_casts: StartCasts) -> 
         assert pickle.loads(pickle.dumps(function)) is function
 
 
-def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_casts: StartCasts) -> None:
+def test_thread_scope_covers_only_the_calling_thread(start_casts: StartCasts) -> None:
     start_casts(patch_torch_functions="model")
     assert (is_on(), product_dtype(), torch.is_autocast_cache_enabled()) == (False, FP32, True)
     start_casts()
@@ -85,7 +85,7 @@ def test_undo_in_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:
     assert differences(before, namespace()) == []
 
 
-def test_torch_functions_bound_by_the_users_modules_before_are_named(
+def test_torch_functions_bound_by_users_modules_before_are_named(
     start_casts: StartCasts, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "from torch import exp, add\nfrom torch.nn.functional import softplus as soft, linear, softmax\n"

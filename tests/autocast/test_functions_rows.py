@@ -58,7 +58,7 @@ def expected(row: CastRow, lower: torch.dtype, given: tuple[torch.dtype, ...]) -
 
 @pytest.mark.device
 @pytest.mark.parametrize(("row", "policy", "name", "lower"), NAMES)
-def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
+def test_names_give_the_rows_dtype_and_the_inputs_gradients(
     row: CastRow, policy: str, name: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
     start_casts(patch_torch_functions_type=lower, cast_policy=policy)
@@ -66,7 +66,7 @@ def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "mps"])
-def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
+def test_rows_hold_for_tensors_of_cpu_where_there_is_accelerator(
     accelerator: str, monkeypatch: pytest.MonkeyPatch, start_casts: StartCasts
 ) -> None:
     """CUDA is on the rows' lists and Metal is not: one wrapper for the CPU inside another."""

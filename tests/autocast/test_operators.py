@@ -220,7 +220,7 @@ def test_every_operator_does_what_the_policy_says(shard: int) -> None:
     assert wrong(shard, samples=2) == []
 
 
-def test_every_kernel_on_the_cpus_list_alone_follows_cuda_or_is_named_on_the_page() -> None:
+def test_kernels_on_the_cpus_list_alone_follow_cuda_or_are_named() -> None:
     named = {name.rpartition(".")[2] for name in FLOAT32_ON_CPU}
     renamed = {"grid_sampler_2d_cpu_fallback", "lu_with_info", "mkldnn_rnn_layer"}
     for kernel in listed_on_cpu_only() - set(RUNS_UNCAST):
@@ -230,5 +230,5 @@ def test_every_kernel_on_the_cpus_list_alone_follows_cuda_or_is_named_on_the_pag
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_every_sample_of_every_operator_does_what_the_policy_says(shard: int) -> None:
+def test_every_sample_of_every_operator_does_what_policy_says(shard: int) -> None:
     assert wrong(shard, samples=None) == []

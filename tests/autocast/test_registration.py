@@ -107,7 +107,7 @@ def test_methods_static_and_class_methods(library: types.ModuleType, start_casts
     assert dict(vars(library.Owner)) == before
 
 
-def test_a_float_function_runs_in_float32_and_a_half_function_casts_in_it(
+def test_float_function_runs_in_float32_and_half_function_casts(
     library: types.ModuleType, start_casts: StartCasts
 ) -> None:
     register_float_function(library, "product_inside")

@@ -48,9 +48,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_made_before", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_model_is_saved_whole_while_it_is_initialised_and_afterwards(
-    level: str, is_made_before: bool, way: str
-) -> None:
+def test_model_is_saved_whole_while_it_is_initialised(level: str, is_made_before: bool, way: str) -> None:
     other = nn.Linear(2, 2)
     model: nn.Module = Net()
     if not is_made_before:

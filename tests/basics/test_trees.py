@@ -139,7 +139,7 @@ def parts(box: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
-def test_a_container_is_rebuilt_as_its_own_type_and_the_original_is_untouched(make: Any) -> None:
+def test_container_keeps_its_type_and_the_original_is_untouched(make: Any) -> None:
     tensor = floats()
     box = make(tensor)
     cast = cast_tree(box, HALF)

@@ -40,7 +40,7 @@ def test_warning_skips_frames_of_the_package() -> None:
     assert (caught[0].filename, caught[0].lineno) == (__file__, here)
 
 
-def test_a_hook_that_torch_calls_points_at_the_call_of_torchs_method() -> None:
+def test_hook_that_torch_calls_points_at_call_of_torchs_method() -> None:
     module = nn.Identity()
     module.register_forward_pre_hook(deep)
     with pytest.warns(UserWarning, match="found") as caught:

@@ -145,7 +145,7 @@ def test_optimizers_that_share_one_model_are_audited_together(
     assert "in no audited optimizer" not in found["advice"]
 
 
-def test_script_with_parameters_in_no_optimizer_runs_until_the_second_step(
+def test_script_with_unowned_parameters_runs_to_the_second_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = SCRIPT.replace("OPTIMIZER(model.", "OPTIMIZER(model[0].")

@@ -90,7 +90,7 @@ def test_grad_scaler_keeps_its_growth() -> None:
     assert converted({"scaler": SCALER}, "apex")[0]["amp"] == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}
 
 
-def test_lines_name_the_scale_that_is_written_and_those_that_are_not() -> None:
+def test_lines_name_scale_that_is_written_and_those_that_are_not() -> None:
     _, changes = converted({"model": half_model(), "amp": SCALES}, "torch", loss_id=1)
     assert "loss scale 64 under 'scaler', with torch's default growth" in changes
     assert any(line.startswith("loss scale 1024 of loss_scaler0 is not in the file") for line in changes)

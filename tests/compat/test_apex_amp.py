@@ -97,14 +97,14 @@ def test_an_overflow_in_one_optimizer_skips_all_of_the_loss(level: str, bad: int
     assert moved(models, before) == [True, True], "and only once"
 
 
-def test_in_mpinit_itself_each_optimizer_decides_by_its_own_gradients() -> None:
+def test_each_optimizer_of_mpinit_decides_by_its_own_gradients() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]
     iterate(INF * mean(models[0]) + mean(models[1]), optimizers, mpinit)
     assert moved(models, before) == [False, True]
 
 
-def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> None:
+def test_overflow_found_by_later_backward_pass_of_step_skips_all() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]
     with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers, delay_unscale=True) as scaled:
@@ -130,7 +130,7 @@ def test_sparse_scalar_and_empty_gradients_take_part() -> None:
         mpinit.undo(models)
 
 
-def test_an_exception_in_the_block_is_the_users_and_spreads_no_overflow() -> None:
+def test_exception_in_block_is_users_and_spreads_no_overflow() -> None:
     models, optimizers = pair("O2")
     with (
         pytest.raises(KeyError, match="mine"),
@@ -206,7 +206,7 @@ def test_a_bad_state_changes_no_scaler(state: Any) -> None:
     assert mpinit.loss_scale(optimizers[0]) == 8.0
 
 
-def test_live_session_keeps_its_scalers_if_another_model_is_disabled() -> None:
+def test_live_session_keeps_its_scalers_beside_a_disabled_model() -> None:
     model = linear(0)
     optimizer = sgd(model)
     face.initialize(model, optimizer, opt_level="O2", verbosity=0)

@@ -237,7 +237,7 @@ def test_amsgrad_is_refused() -> None:
         FusedLAMB(weights(), amsgrad=True)
 
 
-def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:
+def test_sgd_steps_parameters_that_become_16_bit_later() -> None:
     model = torch.nn.Linear(64, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = FusedSGD(model.parameters(), lr=0.5)
@@ -266,7 +266,7 @@ def trained_in_16_bit(
 
 @pytest.mark.parametrize("keywords", [{"optimizer_state": "int8"}, {"master_weights": "split"}])
 @pytest.mark.parametrize("name", ["adam", "adam, no correction", "sgd"])
-def test_parameters_are_stepped_a_few_at_a_time_to_the_same_numbers(name: str, keywords: dict[str, Any]) -> None:
+def test_parameters_are_stepped_few_at_time_to_same_numbers(name: str, keywords: dict[str, Any]) -> None:
     """Compare with torch's optimizer; where it has no such option, with a step of all parameters together."""
     kinds: dict[str, tuple[Any, Any]] = {
         "adam": (lambda p: FusedAdam(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0, fused=True)),
@@ -286,7 +286,7 @@ def test_parameters_are_stepped_a_few_at_a_time_to_the_same_numbers(name: str, k
         assert name == "sgd" or state["step"] == 4
 
 
-def test_subclass_whose_update_uses_several_parameters_is_refused_with_encoded_states() -> None:
+def test_subclass_mixing_parameters_is_refused_encoded_states() -> None:
     """Check that what is known of FusedAdam is not believed of a class derived from it."""
 
     class WithNorm(FusedAdam):

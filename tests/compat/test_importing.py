@@ -62,7 +62,7 @@ def test_amp_reads_as_scripts_read_it() -> None:
         "import pickle; pickle.loads(b'capex.fp16_utils.loss_scaler\\nDynamicLossScaler\\n.')",
     ],
 )
-def test_optimizers_and_scalers_of_fp16_utils_are_refused_with_the_way_out(statement: str) -> None:
+def test_optimizers_and_scalers_of_fp16_utils_are_refused(statement: str) -> None:
     with pytest.raises(ImportError, match=r"apex\.fp16_utils\..* is not .*mpinit\.initialize\(.*mpinit\.scale_loss"):
         exec(statement)
 
@@ -79,7 +79,7 @@ def test_replaced_names_of_apex_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_import_inside_a_try_of_the_scripts_own_is_logged_once(
+def test_import_inside_try_of_scripts_own_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(importing, "_logged", set())

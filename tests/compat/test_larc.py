@@ -165,7 +165,7 @@ def test_a_scheduler_and_a_new_group(level: str) -> None:
             scheduler.step()
 
 
-def test_parameters_and_gradients_of_zero_are_left_to_the_optimizer() -> None:
+def test_parameters_and_gradients_of_zero_are_left_to_optimizer() -> None:
     zero, used = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
     without = nn.Parameter(torch.ones(3))
     optimizer = LARC(SGD([zero, used, without], lr=0.1, weight_decay=0.5))

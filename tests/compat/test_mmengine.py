@@ -86,7 +86,5 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProces
 
 @marked_for("mmengine")
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_wrapper_for_apex_trains_with_the_bits_of_a_loop_by_hand(
-    level: str, done: subprocess.CompletedProcess[str]
-) -> None:
+def test_wrapper_for_apex_trains_with_bits_of_loop_by_hand(level: str, done: subprocess.CompletedProcess[str]) -> None:
     assert f"{level} passed" in done.stdout.splitlines(), done.stderr

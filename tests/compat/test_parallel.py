@@ -13,7 +13,7 @@ from mpinit.compat.apex import normalization as norms
 from mpinit.compat.apex import parallel
 
 
-def test_converting_batchnorm_keeps_parameters_statistics_and_mode() -> None:
+def test_converting_batchnorm_keeps_tensors_and_mode() -> None:
     norms = nn.BatchNorm2d(2, eps=1e-3, momentum=0.3), nn.Sequential(nn.BatchNorm2d(2))
     model = nn.Sequential(nn.Conv2d(1, 2, 1), *norms).eval()
     model[1].running_mean.fill_(0.5)
@@ -85,7 +85,7 @@ def test_eps_of_0_is_not_replaced_by_the_default(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_fused_answers_in_the_inputs_dtype_and_mixed_in_the_weights(kind: str, dtype: torch.dtype) -> None:
+def test_fused_answers_in_inputs_dtype_and_mixed_in_weights(kind: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 4).to(dtype).requires_grad_()
     fused, mixed = getattr(norms, f"Fused{kind}")(4), getattr(norms, f"MixedFused{kind}")(4)
     assert fused(x).dtype == dtype

@@ -77,7 +77,7 @@ def test_a_boolean_is_no_loss_scale() -> None:
 
 
 @given(st.floats(SMALLEST_SCALE, LARGEST_SCALE))
-def test_every_accepted_scale_and_its_reciprocal_are_normal_float32_numbers(scale: float) -> None:
+def test_scales_and_their_reciprocals_are_normal_numbers(scale: float) -> None:
     assert build({"loss_scale": scale}).loss_scale == scale
     for number in (torch.tensor(scale), torch.tensor(scale).reciprocal()):
         assert torch.finfo(torch.float32).tiny <= number.item() < float("inf")
@@ -112,7 +112,7 @@ def predicate(name: str, module: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("field", ["keep_fp32", "compute_fp32"])
 @pytest.mark.parametrize("entry", ["head", "*.norm", torch.nn.LayerNorm, predicate])
-def test_modules_are_names_types_and_predicates_alone_or_together(field: str, entry: Any) -> None:
+def test_modules_are_names_types_predicates_or_lists_of_them(field: str, entry: Any) -> None:
     assert getattr(build({field: entry}), field) == (entry,)
     assert getattr(build({field: [entry, "tail"]}), field) == (entry, "tail")
     assert getattr(build({field: "None"}), field) == ()

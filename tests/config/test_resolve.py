@@ -22,7 +22,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 @pytest.mark.parametrize("level", ["00", "01", "o1", "O6", "O", "", " O1", "1", 0, 1, None, 1.0, b"O1", [], F16])
-def test_an_unknown_level_says_it_is_the_letter_and_lists_the_levels(level: Any) -> None:
+def test_unknown_level_says_it_is_letter_and_lists_levels(level: Any) -> None:
     with pytest.raises(ValueError) as caught:
         resolve(level, {})
     text = str(caught.value)
@@ -210,7 +210,7 @@ def resolves_or_names_both_sides(level: str, values: dict[str, Any]) -> bool:
     return True
 
 
-def test_every_pair_of_overrides_resolves_to_something_consistent_or_names_both_sides() -> None:
+def test_pairs_of_overrides_are_consistent_or_both_named() -> None:
     outcomes = {True: 0, False: 0}
     for level, (first, second) in itertools.product(LEVELS, itertools.combinations(CHOICES, 2)):
         for one, other in itertools.product(CHOICES[first], CHOICES[second]):

@@ -169,7 +169,7 @@ def test_a_state_goes_through_other_runs_and_back(*chain: str) -> None:
 
 
 @ranks(4, ("fsdp4 O2",), long=[("ddp4 split",)])
-def test_what_is_saved_in_the_background_is_the_state_of_that_moment(words: str) -> None:
+def test_what_is_saved_in_background_is_state_of_that_moment(words: str) -> None:
     """Save by ``async_save`` while training continues."""
     run, folder = Run(words), folder_of_all()
     pair, state = run.build()

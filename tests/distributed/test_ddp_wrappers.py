@@ -110,7 +110,7 @@ def test_older_wrapper_of_float32_weights_trains(level: str, how: str) -> None:
 
 
 @ranks(2)
-def test_older_wrapper_of_16_bit_weights_that_become_float32_is_refused() -> None:
+def test_older_wrapper_is_refused_if_weights_become_float32() -> None:
     """Their dtype changes, too, and torch drops the wrapper's hooks."""
     model = network().bfloat16()
     wrapped = DistributedDataParallel(model)

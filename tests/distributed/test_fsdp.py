@@ -87,7 +87,7 @@ def test_fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str, dtype: tor
 
 
 @ranks(2)
-def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
+def test_group_of_two_dtypes_is_refused_and_batchnorm_works() -> None:
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 

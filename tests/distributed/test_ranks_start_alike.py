@@ -133,7 +133,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @ranks(2, ("O2",), ("split",), long=[("O5",)])
-def test_unequal_seeds_leave_one_master_of_a_weight_unfrozen_later(level: str) -> None:
+def test_unequal_seeds_leave_one_master_of_weight_unfrozen_later(level: str) -> None:
     model = frozen()
     first = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = engines.sgd_of(model.head)

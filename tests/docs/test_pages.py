@@ -162,7 +162,7 @@ def test_anchors_hold_on_a_repository_page(page: Path) -> None:
             assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
 
 
-def test_the_tour_runs_from_top_to_bottom_as_the_package_check_runs_it() -> None:
+def test_tour_runs_from_top_to_bottom_as_package_check_runs_it() -> None:
     source = runpy.run_path(str(ROOT / ".ci/package.py"))["tour"]()
     assert source.startswith("import copy") and "mpinit.float32_weights" in source
     exec(compile(source, "README's tour", "exec"), {"__name__": "__main__"})

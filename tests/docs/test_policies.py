@@ -14,7 +14,7 @@ POLICIES = (ROOT / "docs/reference/policies.md").read_text(encoding="utf-8")
 SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
-def test_versions_that_are_tested_are_those_of_the_makefile_and_the_package() -> None:
+def test_versions_tested_are_those_of_makefile_and_package() -> None:
     rows = re.findall(r"^\| ([\d.]+) \| ([\d., ]+) \| (.+?) \|$", POLICIES, re.MULTILINE)
     versions = {torch: words for torch, _, words in rows}
     for variable, command in (
@@ -61,7 +61,7 @@ def risky_calls(text: str) -> list[ast.Call]:
     return [call for call in calls if RISKS.match(ast.unparse(call.func))]
 
 
-def test_every_file_that_runs_or_loads_code_is_in_the_security_table() -> None:
+def test_every_file_that_runs_or_loads_code_is_in_security_table() -> None:
     named = set(re.findall(r"^\| .+? \| `(\S+\.py)` \|", SECURITY, re.MULTILINE))
     package = ROOT / "mpinit"
     found = {
@@ -73,7 +73,7 @@ def test_every_file_that_runs_or_loads_code_is_in_the_security_table() -> None:
     assert named == found | {"cli/explain.py"}
 
 
-def test_files_are_unpickled_with_weights_only_unless_the_user_trusts_them() -> None:
+def test_files_are_loaded_with_weights_only_unless_trusted() -> None:
     loads = [
         ast.unparse(call)
         for path in (ROOT / "mpinit").rglob("*.py")

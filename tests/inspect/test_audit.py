@@ -56,9 +56,7 @@ def test_bytes_of_an_initialised_pair_are_those_foreseen(name: str, level: str) 
         ({"master_weights": "model"}, torch.float32),
     ],
 )
-def test_levels_are_foreseen_from_the_dtype_that_an_initialised_model_had(
-    asked: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_levels_are_foreseen_from_dtype_that_model_had(asked: dict[str, Any], dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)).to(dtype)
     model[1].requires_grad_(False)
     optimizer = adamw(model)
@@ -111,7 +109,7 @@ def test_rows_say_where_each_number_lives() -> None:
     assert rows["2.weight"] == ("float16", "", "", None)
 
 
-def test_a_share_is_that_of_steps_below_half_a_unit_in_the_last_place() -> None:
+def test_share_is_that_of_steps_below_half_unit_in_last_place() -> None:
     """Compute the share by hand for Lion, whose step is its rate."""
     model = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
     for rate in (1e-2, 1e-3, 1e-4, 1e-5):

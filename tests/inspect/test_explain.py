@@ -174,7 +174,7 @@ def test_one_of_two_models_and_one_in_a_wrapper(wrapper: Any) -> None:
     mpinit.undo(models[0])
 
 
-def test_a_loss_may_use_other_tensors_and_the_original_may_not_run() -> None:
+def test_loss_may_use_other_tensors_and_original_may_not_run() -> None:
     model, other, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.ones(1, 4, requires_grad=True)
     mpinit.explain(model, x, loss=lambda y: (y * other).sum() + model.weight.norm())
     assert other.grad is model.weight.grad is x.grad is None

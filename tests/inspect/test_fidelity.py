@@ -74,7 +74,7 @@ def test_after_a_resume_too(way: str) -> None:
     assert compared(model)
 
 
-def test_split_masters_round_ties_away_from_zero_and_are_served_as_they_are() -> None:
+def test_split_masters_round_ties_away_from_zero() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0 + 2.0**-8, 1.0]]))  # a tie between two bfloat16 numbers
@@ -105,7 +105,7 @@ def test_float32_weights_part_from_what_is_served(level: str) -> None:
     assert loose.share == 0.0 and loose.mean == found.mean
 
 
-def test_torch_autocast_around_it_counts_for_the_model_that_is_trained() -> None:
+def test_torch_autocast_around_it_counts_for_model_trained() -> None:
     model = tiny_model("gpt2")
     with torch.autocast("cpu", torch.bfloat16):
         inside = compared(model)
@@ -194,7 +194,7 @@ def test_weights_that_evaluation_mode_merges_stay_separate(way: str) -> None:
 
 
 @pytest.mark.parametrize("is_served", [False, True])
-def test_state_attributes_and_inputs_that_the_forward_writes_do_not_change(is_served: bool) -> None:
+def test_state_and_inputs_that_a_forward_writes_do_not_change(is_served: bool) -> None:
     model, served = Writing(), Writing()
     mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
     x = torch.zeros(2, 8)

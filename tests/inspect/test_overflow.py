@@ -56,7 +56,7 @@ def test_the_report_has_counts_names_types_scale_and_loss_id() -> None:
     assert "3.bias: 3 inf, 0 nan of 3" in str(report)
 
 
-def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
+def test_order_is_that_of_backward_pass_and_not_of_names() -> None:
     model = backwards()
     optimizer = start(model)
     iterate(mse(model, BATCH), optimizer)
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
     assert set(report.parameters) == {"first.weight", "first.bias"}
 
 
-def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
+def test_report_survives_zero_grad_and_good_steps_make_none() -> None:
     model, optimizer = started()
     iterate(mse(model, BATCH), optimizer)
     report = mpinit.overflow_report(optimizer)
@@ -77,7 +77,7 @@ def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
     assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
 
 
-def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
+def test_too_many_skips_name_module_scale_and_way_out() -> None:
     model = backwards()
     optimizer = start(
         model, "O2", loss_scale=mpinit.DynamicLossScale(max_consecutive_skips=3, init=1.0), min_loss_scale=1.0
@@ -111,7 +111,7 @@ def test_a_forward_operation_is_named_with_its_inputs(level: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_backward_operation_is_named_by_the_module_that_made_its_node(checkpointed: bool) -> None:
+def test_backward_operation_is_named_by_the_module_of_its_node(checkpointed: bool) -> None:
     model: nn.Module = deep(steep(), nn.ReLU(inplace=True))
     if checkpointed:
         model = Parts(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=model)
@@ -228,7 +228,7 @@ def test_culprit_is_named_and_not_an_earlier_harmless_infinity() -> None:
     assert (watch.kind, watch.first_module) == ("forward", "norm"), str(watch)
 
 
-def test_fault_in_a_part_that_the_loss_leaves_out_is_not_preferred() -> None:
+def test_fault_in_part_that_loss_leaves_out_is_not_preferred() -> None:
     model = Parts(
         lambda self, x: (self.used(x), self.unused(x).float().exp()),
         **{"unused": Parts(lambda self, x: x * 0 + 200.0), "used": Parts(lambda self, x: x * 1e4 * 1e4)},
@@ -279,7 +279,7 @@ def test_float32_behind_16_bit_is_not_said_to_be_innocent() -> None:
     assert "precision is not at fault" not in str(watch) and "a run at O0 shows" in str(watch)
 
 
-def test_results_are_the_same_bits_and_hooks_go_also_after_an_exception() -> None:
+def test_results_are_same_bits_and_hooks_go_also_after_exception() -> None:
     model = mlp(batchnorm=True)
     hooks = [dict(vars(module)) for module in model.modules()]
     expected = mse(copy.deepcopy(model), BATCH)

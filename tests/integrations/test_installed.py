@@ -92,7 +92,7 @@ def test_tests_skip_for_packages_that_are_not_installed_alone() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_installs_torch_and_torchvision_from_one_index_in_one_command(tmp_path: Path) -> None:
+def test_make_installs_torch_and_torchvision_from_one_index(tmp_path: Path) -> None:
     index = "https://download.pytorch.org/whl/cpu"
     command = ["make", "--dry-run", "test-long", f"VENV={tmp_path / 'venv'}", f"TORCH_INDEX={index}"]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout

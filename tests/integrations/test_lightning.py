@@ -204,7 +204,7 @@ class Saving(Module):
         self.trainer.save_checkpoint(self.path)
 
 
-def test_a_checkpoint_made_in_the_run_is_that_made_after_it_and_of_float32(tmp_path: Path) -> None:
+def test_checkpoint_made_in_the_run_is_the_one_made_after_it(tmp_path: Path) -> None:
     module = Saving()
     module.path = tmp_path / "during.ckpt"
     run = fit(module, {"opt_level": "O2"}, batches(3))
@@ -236,7 +236,7 @@ def test_checkpoint_of_lightnings_scaler_loads(tmp_path: Path) -> None:
     assert mpinit.loss_scale(module) == 256.0
 
 
-def test_evaluation_computes_in_the_level_and_leaves_the_module_as_it_was() -> None:
+def test_evaluation_computes_in_the_level_and_changes_nothing() -> None:
     module, x = Module(), batches(1)[0][0]
     before = {name: value.clone() for name, value in module.state_dict().items()}
     outputs = trainer({"opt_level": "O5"}).predict(module, loader([x]))
@@ -411,7 +411,7 @@ def test_fabric_keeps_initialised_models() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExponentialLR, ReduceLROnPlateau])
-def test_scheduler_skips_after_a_skipped_step_and_keeps_its_class(kind: Any) -> None:
+def test_scheduler_skips_after_skipped_step_and_keeps_its_class(kind: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     scheduler = ExponentialLR(optimizer, 0.5) if kind is ExponentialLR else ReduceLROnPlateau(optimizer, "min", 0.5, 0)
     arguments = () if kind is ExponentialLR else (torch.inf,)

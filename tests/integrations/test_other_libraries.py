@@ -41,7 +41,7 @@ def test_captum_in_float16_needs_an_eps_that_float16_has(level: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_pyro_that_makes_an_optimizer_for_each_parameter_trains_or_is_refused_by_name(level: str) -> None:
+def test_pyro_optimizers_per_parameter_train_or_are_refused(level: str) -> None:
     let_torchvision_load()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

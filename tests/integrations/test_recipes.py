@@ -100,7 +100,7 @@ def test_torchrl_learns_with_a_target_network_as_in_float32(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_ppo_of_torchrl_learns_as_in_float32_where_networks_are_initialised(level: str, tmp_path: Path) -> None:
+def test_ppo_of_torchrl_learns_as_in_float32(level: str, tmp_path: Path) -> None:
     needs("torchrl")
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule

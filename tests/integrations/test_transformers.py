@@ -116,7 +116,7 @@ def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path:
 
 
 @pytest.mark.parametrize(("name", "save_dtype"), in_turn([*LEVELS, "O2, overflowing"], DTYPES))
-def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(name: str, save_dtype: str, tmp_path: Path) -> None:
+def test_resuming_gives_bits_of_run_that_was_not_interrupted(name: str, save_dtype: str, tmp_path: Path) -> None:
     level = LEVELS.get(name, OVERFLOWING)
     asked = level | {"save_dtype": save_dtype}
     through = trained("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
@@ -187,9 +187,7 @@ def test_from_pretrained_reads_what_save_model_writes(name: str, case: tuple[str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", ["model", "block", "split block"])
-def test_saved_weights_have_the_chosen_dtype_where_they_are_float32_in_memory(
-    way: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_saved_weights_have_chosen_dtype_where_they_are_float32(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Save with ``master_weights="model"``, and inside of ``float32_weights`` after a write there."""
     model = tiny_model("gpt2")
     masters = {"model": "model", "block": True, "split block": "split"}[way]
@@ -401,9 +399,7 @@ def test_trained_layers_beside_adapters_are_16_bit_with_masters(
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("kind", ["VeRA", "copies of norms"])
-def test_tuners_with_buffers_and_with_copies_of_norms_train_as_in_float32(
-    kind: str, level: str, tmp_path: Path
-) -> None:
+def test_tuners_with_buffers_and_with_copies_of_norms_train(kind: str, level: str, tmp_path: Path) -> None:
     import peft
 
     losses = []
@@ -523,7 +519,7 @@ def test_every_model_of_model_init_is_initialised(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-def test_a_search_for_hyperparameters_trains_each_model_with_masters(tmp_path: Path) -> None:
+def test_search_for_hyperparameters_trains_with_masters(tmp_path: Path) -> None:
     optuna = needs("optuna")
     optuna.logging.disable_default_handler()
     trainer = Trainer(
@@ -617,7 +613,7 @@ def test_galore_and_apollo_train_as_in_float32(optim: str, level: str, tmp_path:
     assert apart.mean() < 0.2 * moved.mean()
 
 
-def test_layer_wise_optimizers_are_refused_where_losses_are_scaled(galore: dict[str, Any], tmp_path: Path) -> None:
+def test_layer_wise_optimizers_are_refused_with_a_scale(galore: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps each weight inside of the backward pass"):
         trained("llama", tmp_path, {"opt_level": "O2"}, **galore)
 
@@ -661,7 +657,7 @@ def test_embeddings_resized_between_enable_and_train(name: str, level: str, tmp_
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_head_that_resizing_replaces_is_warned_of_where_the_optimizer_exists(level: str) -> None:
+def test_head_that_resizing_replaces_is_warned_of(level: str) -> None:
     model = tiny_model("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level)

@@ -76,7 +76,7 @@ def test_small_updates_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize("kind", [True, "split"])
-def test_masters_are_those_of_float32s_adam_and_weights_their_roundings(kind: Any) -> None:
+def test_masters_are_float32s_adam_and_weights_their_roundings(kind: Any) -> None:
     """Step bfloat16 weights as TransformerEngine's test does, with gradients of their own type."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).bfloat16()

@@ -43,7 +43,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inside_parameters_and_buffers_are_what_a_state_dict_says(kind: str) -> None:
+def test_inside_parameters_and_buffers_are_what_state_dict_says(kind: str) -> None:
     model, _, _ = trained(**KINDS[kind])
     expected, outside = state(model), [tensor.dtype for tensor in model.state_dict(keep_vars=True).values()]
     with mpinit.float32_weights(model):
@@ -406,7 +406,7 @@ def test_backward_into_parameters_of_a_block_is_refused(kind: str) -> None:
     step(model, optimizer, batch)
 
 
-def test_block_of_other_models_inside_a_block_is_refused_and_of_both_is_not() -> None:
+def test_block_of_other_models_inside_block_is_refused() -> None:
     one, _, _ = trained(**KINDS["O5"])
     other, _, _ = trained(**KINDS["split"])
     with mpinit.float32_weights([one, other]), mpinit.float32_weights(one):

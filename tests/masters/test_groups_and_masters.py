@@ -65,7 +65,7 @@ def after(written: torch.Tensor, known: torch.Tensor, masters: Any) -> torch.Ten
 
 
 @each_mode
-def test_gradients_replaced_over_the_model_are_clipped_over_the_groups(dtype: torch.dtype, masters: Any) -> None:
+def test_gradients_replaced_over_model_are_clipped_over_groups(dtype: torch.dtype, masters: Any) -> None:
     model, optimizer = begin(dtype, masters)
     pull(model, optimizer)
     by_hand = nn.Parameter(START.clone())
@@ -83,7 +83,7 @@ def test_gradients_replaced_over_the_model_are_clipped_over_the_groups(dtype: to
 @pytest.mark.filterwarnings("ignore:gradients were written to while they were multiplied by the loss scale")
 @each_mode
 @pytest.mark.parametrize("how", ["cleared", "zeroed", "halved", "halved after"])
-def test_gradients_edited_through_the_groups_inside_a_block_stay_so(dtype: torch.dtype, masters: Any, how: str) -> None:
+def test_gradients_edited_through_groups_inside_block_stay_so(dtype: torch.dtype, masters: Any, how: str) -> None:
     model, optimizer = begin(dtype, masters)
     pull(model, optimizer)
     with mpinit.scale_loss(model(INPUT).sum(), optimizer) as scaled:
@@ -103,7 +103,7 @@ def test_gradients_edited_through_the_groups_inside_a_block_stay_so(dtype: torch
 
 
 @each_mode
-def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dtype: torch.dtype, masters: Any) -> None:
+def test_flat_buffer_of_gradients_after_initialize_is_stepped(dtype: torch.dtype, masters: Any) -> None:
     model, optimizer = begin(dtype, masters)
     buffer = torch.zeros(6, dtype=torch.float32 if masters is True else dtype)
     model.weight.grad = buffer.view(2, 3)
@@ -120,7 +120,7 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
 
 
 @each_mode
-def test_averages_swapped_in_and_out_leave_every_bit_and_held_data_is_written(dtype: torch.dtype, masters: Any) -> None:
+def test_averages_swapped_in_and_out_leave_every_bit(dtype: torch.dtype, masters: Any) -> None:
     (model, optimizer), (untouched, reference) = begin(dtype, masters), begin(dtype, masters)
     held = model.weight.data
     for _ in range(3):

@@ -299,7 +299,7 @@ def trained_after(kind: str, encoding: str, make: Factory, asks: bool) -> tuple[
 @pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["Adam", "SGD"])
 @encodings
 @pytest.mark.parametrize("kind", ["split", "full", "model", "O2"])
-def test_each_weight_is_stepped_once_after_masters_were_requested(kind: str, encoding: str, make: Factory) -> None:
+def test_each_weight_is_stepped_once_after_master_params(kind: str, encoding: str, make: Factory) -> None:
     """Compare with masters that nobody has: those that users have are bound to gradients between steps."""
     (expected, counted), (found, counts) = (trained_after(kind, encoding, make, asks) for asks in (False, True))
     assert counts == counted and set(counts) <= {3.0}

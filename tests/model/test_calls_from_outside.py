@@ -99,7 +99,7 @@ def test_inside_of_forward_nothing_is_cast_between_parts() -> None:
     assert seen == [F16] * 6 + [F32, F32]
 
 
-def test_parts_of_what_is_kept_in_float32_can_be_called_from_a_16_bit_forward_and_from_outside() -> None:
+def test_kept_parts_are_called_from_a_forward_and_from_outside() -> None:
     def run(self: Any, x: Tensor) -> Tensor:
         x = self.body(x)
         one, other = self.head(x), self.head[1](self.head[0](x))  # the head's parts from outside of the head
@@ -116,7 +116,7 @@ def test_parts_of_what_is_kept_in_float32_can_be_called_from_a_16_bit_forward_an
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_part_recomputed_in_the_backward_pass_computes_what_it_did(where: str, reentrant: bool) -> None:
+def test_part_recomputed_in_backward_computes_what_it_did(where: str, reentrant: bool) -> None:
     def block(model: Any, x: Tensor) -> Tensor:
         return checkpoint(model.block, x, use_reentrant=reentrant) if model.recompute else model.block(x)
 
@@ -158,9 +158,7 @@ RECOMPUTED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, Tensor], 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("masters", [True, "model"])
 @pytest.mark.parametrize("case", RECOMPUTED)
-def test_a_part_recomputed_in_the_backward_pass_has_the_inputs_that_it_had(
-    case: str, masters: Any, reentrant: bool
-) -> None:
+def test_part_recomputed_in_backward_has_the_same_inputs(case: str, masters: Any, reentrant: bool) -> None:
     make, argument = RECOMPUTED[case]
 
     class Net(nn.Module):
@@ -255,7 +253,7 @@ def test_graph_break_inside_forward_keeps_the_boundary() -> None:
     assert model.one(torch.ones(1, 2)).dtype is F32
 
 
-def test_symbolic_trace_equals_the_model_without_casts_between_parts() -> None:
+def test_symbolic_trace_equals_model_without_casts_between_parts() -> None:
     model = quietly(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)))
     traced = torch.fx.symbolic_trace(model)
     assert "to" not in {node.target for node in traced.graph.nodes}
@@ -309,7 +307,7 @@ def test_an_entry_point_called_by_forward_casts_nothing_more() -> None:
     assert model.classify.__wrapped__.__doc__ == "What forward does."
 
 
-def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:
+def test_casts_are_on_in_entry_points_at_o1_in_scope_of_model() -> None:
     model = quietly(Classifier(), "O1", patch_torch_functions="model", entry_points="embed")
     seen: list[torch.dtype] = []
     model.backbone.encoder.register_forward_hook(lambda _, args, output: seen.append(output.dtype))

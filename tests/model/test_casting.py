@@ -75,7 +75,7 @@ def test_modules_that_share_a_buffer_share_its_cast(level: str) -> None:
     assert bits(first.constant) == bits(present)
 
 
-def test_only_the_elements_that_were_changed_take_their_present_values() -> None:
+def test_only_elements_that_were_changed_take_present_values() -> None:
     model = Masked(torch.rand(3), mask=-1e9)
     before = model.mask
     expected = before.clone()
@@ -96,7 +96,7 @@ def test_only_the_elements_that_were_changed_take_their_present_values() -> None
         (torch.tensor([1, 2]), torch.tensor([1, 2])),
     ],
 )
-def test_a_buffer_that_was_replaced_stays_what_the_user_put_there(put: Tensor | None, expected: Tensor | None) -> None:
+def test_buffer_that_was_replaced_stays_what_user_put_there(put: Tensor | None, expected: Tensor | None) -> None:
     model = quietly(Masked(torch.rand(3)))
     model.mask = put
     mpinit.undo(model)
@@ -183,7 +183,7 @@ class Casts:
 
 @pytest.mark.filterwarnings("ignore:finite values")
 @pytest.mark.parametrize("finished", [False, True])
-def test_undo_interrupted_at_any_line_completes_when_called_again(finished: bool) -> None:
+def test_undo_interrupted_at_any_line_completes_if_called_again(finished: bool) -> None:
     def cast() -> Casts:
         case = Casts()
         case.casts.apply(ModelIndex([case.model]))
@@ -264,7 +264,7 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [{}, {"dtype": torch.float32}, {"device": "cpu", "dtype": torch.float64}])
-def test_converting_an_initialised_model_is_refused_and_changes_nothing(given: dict[str, Any], kind: str) -> None:
+def test_converting_model_is_refused_and_changes_nothing(given: dict[str, Any], kind: str) -> None:
     def convert(module: nn.Module) -> None:
         module.to(**given) if given else module.float()
 

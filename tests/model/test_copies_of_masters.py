@@ -22,7 +22,7 @@ from mpinit import registry
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_a_model_or_a_part_has_the_masters_bits_and_no_session(kind: str) -> None:
+def test_copy_of_model_or_part_has_masters_bits_and_no_session(kind: str) -> None:
     model, optimizer = start(kind)
     step(model, optimizer)
     for part in (model, model.first):
@@ -129,7 +129,7 @@ def test_a_copy_runs_its_own_weights(way: str, level: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_has_a_float32_state_dict_of_its_own_and_no_session(way: str, level: str) -> None:
+def test_copy_has_float32_state_dict_of_its_own_and_no_session(way: str, level: str) -> None:
     case, model, optimizer = initialised("cnn", level, torch.float16)
     twin = COPIES[way](model)
     frozen = {name: value.clone() for name, value in twin.state_dict().items()}
@@ -218,7 +218,7 @@ def test_a_model_compiled_before_initialize_follows_it() -> None:
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("more", [{}, {"master_weights": "split"}, {"optimizer_state": "int8"}], ids=str)
-def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[str, Any], first: str) -> None:
+def test_optimizer_that_is_copied_with_its_model_steps_copy(more: dict[str, Any], first: str) -> None:
     """Compare with the original in plain torch, after undo."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -244,7 +244,7 @@ def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[st
         assert torch.equal(mine, other) and not torch.equal(mine, old)
 
 
-def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
+def test_unpickled_optimizer_has_unpickled_model_s_weights() -> None:
     """Check that it has no session, and can be passed to ``initialize`` with its model."""
     model = nn.Linear(16, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,7 +265,7 @@ def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("way", "masters"), [("deepcopy", "split"), ("deepcopy", "model"), ("pickle", "model")])
-def test_copied_optimizer_steps_as_torch_s_own_with_float32_states(way: str, masters: str, encoding: str) -> None:
+def test_copied_optimizer_steps_as_torch_s_own(way: str, masters: str, encoding: str) -> None:
     """Compare ten steps of the copy with those of an optimizer that has loaded the float32 state dict."""
     torch.manual_seed(0)
     model = nn.Linear(64, 80)
@@ -305,7 +305,7 @@ def test_converted_copy_computes_as_a_plain_module_of_its_dtype(masters: Any, wa
     assert model(x.float()).dtype == torch.float32, "the original still casts"
 
 
-def test_unpickled_model_that_is_initialised_is_copied_and_converted_like_any_other() -> None:
+def test_unpickled_model_initialised_is_copied_and_converted() -> None:
     """Check that its deep copies have the masters' values, and that its conversion is refused until the undo."""
     model = nn.Linear(8, 4)
     mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")

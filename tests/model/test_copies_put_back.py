@@ -45,7 +45,7 @@ def test_copy_of_a_part_put_back_trains_as_in_float32(kind: str, place: Any) -> 
 
 
 @pytest.mark.parametrize("more", [{}, {"master_weights": "split"}], ids=str)
-def test_a_copy_put_back_beside_masters_is_refused_with_the_way_out(more: Any) -> None:
+def test_copy_put_back_beside_masters_is_refused_with_way_out(more: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", **more)

@@ -85,7 +85,7 @@ def test_writes_and_results_of_pytree_objects_reach_the_caller() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_registered_casts_hold_for_subclasses_results_and_containers() -> None:
+def test_registered_casts_include_subclasses_and_containers() -> None:
     class Cloud(Points):
         pass
 
@@ -101,7 +101,7 @@ def test_registered_casts_hold_for_subclasses_results_and_containers() -> None:
     assert model(Batch(Cloud(given.positions, given.ids))).positions.dtype is F32
 
 
-def test_an_object_of_an_unknown_class_is_refused_by_name_with_the_way_out() -> None:
+def test_object_of_unknown_class_is_refused_by_name_with_way_out() -> None:
     model = quietly(Parts(lambda self, box: self.linear(box.x), linear=nn.Linear(3, 2)))
     with pytest.raises(RuntimeError, match=r"type SimpleNamespace.*mpinit\.register_input\(SimpleNamespace"):
         model(SimpleNamespace(x=torch.ones(1, 3)))
@@ -138,7 +138,7 @@ def graphs() -> Any:
 
 @pytest.mark.parametrize("kind", ["Data", "Batch", "HeteroData"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_graphs_of_torch_geometric_are_cast_in_their_floating_tensors(kind: str, level: str) -> None:
+def test_graphs_of_torch_geometric_are_cast_in_floating_tensors(kind: str, level: str) -> None:
     data, many = graphs()
     if kind == "HeteroData":
         graph = data.HeteroData()

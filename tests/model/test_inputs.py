@@ -60,14 +60,14 @@ def test_targets_are_rounded_without_keep_inputs() -> None:
     assert quietly(Detector())(X, BOXES).targets.item() == 1204.0
 
 
-def test_the_rest_of_the_arguments_have_the_names_of_the_signature() -> None:
+def test_rest_of_arguments_have_names_of_signature() -> None:
     seen: dict[str, Any] = {}
     model = quietly(Detector(), keep_inputs=lambda name, value: bool(seen.setdefault(name, value) is None))
     model(X, None, 1, 2, scale=3, other=4)
     assert seen == {"images": X, "targets": None, "more": 1, "scale": 3, "other": 4}
 
 
-def test_arguments_of_entry_points_and_of_parts_called_by_themselves() -> None:
+def test_arguments_of_entry_points_and_of_parts_called_alone() -> None:
     model = nn.Sequential(Detector())
     quietly(model, keep_inputs=["anchors", "targets"], entry_points="0.predict")
     assert model[0].predict(X, BOXES).anchors is BOXES
@@ -98,7 +98,7 @@ def test_unknown_argument_is_refused_before_changes(keep: Any, say: str) -> None
     assert mpinit.Properties(keep_inputs="None").keep_inputs == ()
 
 
-def test_misspelt_argument_of_a_forward_with_any_keywords_is_shown() -> None:
+def test_misspelt_argument_of_forward_with_any_keywords_is_shown() -> None:
     with pytest.raises(ValueError, match=r"keep_inputs='rest' is no argument of forward.*'images', 'targets'"):
         quietly(Detector(), keep_inputs="rest")
     with pytest.warns(UserWarning, match=r"keep_inputs='tragets' .* by \*\*rest, and casts 'targets'"):
@@ -217,7 +217,7 @@ def test_writes_before_an_exception_reach_the_caller() -> None:
     assert box["y"].dtype is F32
 
 
-def test_elements_written_in_place_reach_the_caller_and_the_others_keep_their_bits() -> None:
+def test_elements_written_in_place_reach_the_caller() -> None:
     cache, box = torch.full((4, 2), 1.0001), {"cache": torch.full((4, 2), 1.0001)}
 
     def forward(linear: nn.Module, x: Tensor, cache: Tensor, box: dict[str, Tensor]) -> Tensor:
@@ -235,7 +235,7 @@ def test_elements_written_in_place_reach_the_caller_and_the_others_keep_their_bi
     assert torch.equal(box["cache"], expected)
 
 
-def test_what_is_written_in_place_into_a_leaf_that_requires_grad_stays_inside() -> None:
+def test_in_place_writes_to_a_leaf_with_grad_stay_inside() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     out = at_o2(lambda linear, value: linear(value.mul_(2)))(x)
     out.sum().backward()

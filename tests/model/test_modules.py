@@ -218,7 +218,7 @@ def test_parametrized_weights_train(what: str, level: str, dtype: str) -> None:
     assert model(x).dtype is F32
 
 
-def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32() -> None:
+def test_weights_computed_without_16_bit_work_in_float32() -> None:
     model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4))
     quietly(model, keep_fp32="0", loss_scale=1.0)
     model(torch.randn(2, 4)).sum().backward()
@@ -226,7 +226,7 @@ def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32()
 
 
 @pytest.mark.parametrize("made", [lambda: nn.LazyLinear(2), nn.LazyBatchNorm1d], ids=["linear", "batchnorm"])
-def test_lazy_modules_are_refused_by_name_until_they_are_initialised(made: Callable[[], nn.Module]) -> None:
+def test_lazy_modules_are_refused_until_they_are_initialised(made: Callable[[], nn.Module]) -> None:
     lazy = made()
     model = nn.Sequential(OrderedDict(start=nn.Linear(3, 3), late=lazy))
     with pytest.raises(ValueError, match=r"'late\.\w+'.*lazy.*forward"):
@@ -319,7 +319,7 @@ def test_evaluation_and_training_give_the_float32_result(keep: Any, level: str, 
     torch.testing.assert_close(evaluated[:, seen].float(), want[:, seen], rtol=0.05, atol=0.05)
 
 
-def test_the_fast_path_is_off_only_where_it_would_pass_a_module_by() -> None:
+def test_fast_path_is_off_only_where_it_would_pass_module_by() -> None:
     original = torch.backends.mha.get_fastpath_enabled
     plain, first, second = encoder(), encoder(), encoder()
     mpinit.initialize(plain, None, "O2")

@@ -116,7 +116,7 @@ def trained_in_16_bits(optimizer: str, dtype: torch.dtype, shape: str, by_hand: 
     return seen
 
 
-def test_parameter_with_the_id_of_a_freed_one_is_stepped_by_another_optimizer() -> None:
+def test_parameter_with_the_id_of_a_freed_one_is_stepped() -> None:
     """Replace a part in model and optimizer, and make parameters elsewhere until one has the id of a freed one."""
     model, optimizer = made("O5")
     old = set(map(id, model[1].parameters()))

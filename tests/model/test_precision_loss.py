@@ -102,7 +102,7 @@ def test_one_warning_names_them_and_its_entries_keep_them(level: str) -> None:
     quietly(model, "O1")  # casts no buffer: no warning
 
 
-def test_frozen_parameters_are_tables_too_and_trained_ones_are_not() -> None:
+def test_frozen_parameters_are_tables_and_trained_ones_are_not() -> None:
     model = nn.Module()
     model.frozen = nn.Parameter(inverse_frequencies(), requires_grad=False)
     model.trained = nn.Parameter(inverse_frequencies())
@@ -149,7 +149,7 @@ def test_names_of_parameters_and_buffers_keep_them_float32(entry: str, expected:
     assert model.shift.dtype is model.gain.dtype is F32
 
 
-def test_a_name_of_a_module_means_the_module_and_no_tensor_besides() -> None:
+def test_name_of_module_means_module_and_no_tensor_besides() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "rest": nn.Linear(2, 2)})
     model.embed_scale = nn.Parameter(torch.ones(2))
     quietly(model, "O2", keep_fp32="embed*")

@@ -52,7 +52,7 @@ def test_float32_at_every_level(network: str, level: str, dtype: str) -> None:
     assert through_file(model.state_dict()).keys() == plain.keys()
 
 
-def test_the_metadata_and_class_stay_and_keep_vars_gives_the_parameters_themselves() -> None:
+def test_state_dict_keeps_class_metadata_and_keep_vars() -> None:
     model = CASES["cnn"].build()
     before = model.state_dict()
     mpinit.initialize(model, opt_level="O2")
@@ -96,7 +96,7 @@ def test_loading_a_part_sets_its_masters(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASTERS)
 @pytest.mark.parametrize("fault", ["shape", "missing", "unexpected"])
-def test_a_state_that_does_not_fit_is_refused_and_what_fitted_is_not_stale(fault: str, kind: str) -> None:
+def test_state_that_does_not_fit_is_refused_and_nothing_is_stale(fault: str, kind: str) -> None:
     _, model, optimizer = trained(kind)
     state = noise(model)
     if fault == "shape":
@@ -188,7 +188,7 @@ class DoubledOnLoad(nn.Linear):
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("way", ["override", "hook"])
 @pytest.mark.parametrize("kind", MASTERS)
-def test_weight_that_a_module_changes_while_it_is_loaded_keeps_the_change(kind: str, way: str, trains: bool) -> None:
+def test_weight_changed_while_it_is_loaded_keeps_the_change(kind: str, way: str, trains: bool) -> None:
     """Load a model with a layer that doubles its weight in a hook of its own, or in ``_load_from_state_dict``."""
     layer = (DoubledOnLoad if way == "override" else nn.Linear)(4, 4)
     if way == "hook":
@@ -206,7 +206,7 @@ def test_weight_that_a_module_changes_while_it_is_loaded_keeps_the_change(kind: 
 
 @pytest.mark.parametrize("change", ["another value", "another name"])
 @pytest.mark.parametrize("kind", MASTERS)
-def test_load_pre_hook_of_a_layer_that_came_last_decides_what_is_loaded(kind: str, change: str) -> None:
+def test_last_load_pre_hook_of_a_layer_decides(kind: str, change: str) -> None:
     """Register hooks after ``initialize``: they scale an entry, or rename an old checkpoint's."""
     _, model, _ = trained(kind)
 
@@ -254,7 +254,7 @@ def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_a_weight_parametrised_later_is_saved_with_its_masters_bits(kind: str) -> None:
+def test_weight_parametrised_later_is_saved_with_masters_bits(kind: str) -> None:
     class Symmetric(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight.triu() + weight.triu(1).t()
@@ -286,7 +286,7 @@ def test_a_destination_and_a_prefix_of_the_callers_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind: str) -> None:
+def test_swapping_tensors_while_loading_is_refused_first(kind: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     stepped(kind, model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -305,7 +305,7 @@ def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind:
     assert equal_tensors(dict(model.state_dict()), state)
 
 
-def test_the_next_undo_removes_the_module_hook_of_a_dropped_session() -> None:
+def test_next_undo_removes_module_hook_of_dropped_session() -> None:
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = len(hooks)
     model = nn.Linear(3, 3)

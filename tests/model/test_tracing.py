@@ -102,7 +102,7 @@ def test_onnxruntime_runs_a_file_of_linear_layers(level: str, way: str | None, d
 
 
 @pytest.mark.long
-def test_an_exported_program_makes_the_onnx_file_that_its_weights_allow() -> None:
+def test_exported_program_makes_onnx_file_that_its_weights_allow() -> None:
     runtime = needs("onnxruntime")
     needs("onnxscript")
     model, x = started("cnn", "O5")
@@ -123,9 +123,7 @@ PROGRAMS = [("cnn", "O1", False), ("cnn", "O5", False), ("linear", "O1", True), 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("network", "level", "runs"), [*PROGRAMS, ("linear", "O5", False)])
-def test_the_file_of_an_exported_16_bit_program_is_right_or_refused_by_onnxruntime(
-    network: str, level: str, runs: bool
-) -> None:
+def test_exported_16_bit_file_is_right_or_refused_by_onnxruntime(network: str, level: str, runs: bool) -> None:
     runtime = needs("onnxruntime")
     needs("onnxscript")
     if network == "linear":

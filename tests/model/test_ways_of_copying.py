@@ -199,7 +199,7 @@ class Doubled:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "torch.package"])
-def test_a_wrapper_around_forward_is_copied_around_the_copy_s_own(way: str) -> None:
+def test_wrapper_around_forward_is_copied_around_copy_s_own(way: str) -> None:
     skip_without_package_of(way)
     model, _ = trained("O5")
     model.forward = Doubled(model.forward)
@@ -222,7 +222,7 @@ assert "mpinit" not in sys.modules
 
 
 @pytest.mark.long
-def test_cloudpickle_takes_a_model_whose_class_another_process_does_not_have(tmp_path: Path) -> None:
+def test_cloudpickle_takes_a_model_of_an_unknown_class(tmp_path: Path) -> None:
     cloudpickle = needs("cloudpickle")
 
     class Local(nn.Sequential):

@@ -297,9 +297,7 @@ def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("moment", ["ForwardWeights._modules_to_enter", "WeightCasts.of"])
-def test_a_checkpoint_saved_by_a_signal_handler_while_a_forward_begins(
-    moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_saved_by_signal_handler_while_forward_begins(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python runs handlers between any two lines: one that saves neither waits for its own thread nor fails."""
     model = nn.Linear(4, 4)
     model.register_buffer("noise", torch.full((3,), 0.1))

@@ -93,7 +93,7 @@ def test_a_wrapper_put_on_later_survives_undo_and_works(how: str, level: str, wh
     assert torch.equal(owner(X), expected)
 
 
-def test_undo_does_not_bring_back_what_was_taken_away_or_replaced() -> None:
+def test_undo_does_not_bring_back_what_was_removed_or_replaced() -> None:
     model = Net().eval()
     model.forward = plainly(model.forward)  # type: ignore[method-assign]
     quietly(model)
@@ -159,7 +159,7 @@ def test_a_traced_model_computes_what_the_model_does(level: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("level", LEVELS)
-def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) -> None:
+def test_scripting_is_refused_with_way_out_and_works_after_undo(level: str) -> None:
     model = trained(level)
     with pytest.raises(RuntimeError, match=r"torch\.jit\.script.*Net\.forward.*torch\.jit\.trace.*mpinit\.undo"):
         torch.jit.script(model)
@@ -167,7 +167,7 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
     assert torch.equal(torch.jit.script(model)(X), model(X))
 
 
-def test_a_model_that_has_gradients_is_compiled_after_a_reset_and_a_backward_pass() -> None:
+def test_model_that_has_gradients_is_compiled_after_reset() -> None:
     model = Net()
     optimizer = sgd(model)
     mpinit.initialize(model, optimizer, "O5")

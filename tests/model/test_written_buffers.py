@@ -174,7 +174,7 @@ def test_no_warning_where_only_evaluations_and_loads_write(level: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
-def test_no_warning_of_vectors_of_spectral_norms_and_of_batch_norms_at_o3(norm: Callable[..., nn.Module]) -> None:
+def test_spectral_and_batch_norms_are_not_warned_of_at_o3(norm: Callable[..., nn.Module]) -> None:
     model = seeded(lambda: nn.Sequential(norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     assert texts_of(model, opt_level="O3") == []
 

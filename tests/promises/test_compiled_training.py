@@ -60,7 +60,7 @@ def train(level: str, dynamic: bool, backend: str | None) -> tuple[list[Tensor],
         *(pytest.param(level, "inductor", marks=pytest.mark.nightly) for level in ("O1", "O5")),
     ],
 )
-def test_compiled_training_is_eager_training_in_one_graph_whatever_the_scale_does(level: str, backend: str) -> None:
+def test_compiled_training_is_eager_training_in_one_graph(level: str, backend: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     dynamic = level != "O5"

@@ -95,7 +95,7 @@ def run_with_overflows(**kind: Any) -> tuple[list[torch.Tensor], float, tuple[in
     return result, scale, counts
 
 
-def test_fused_foreach_and_single_tensor_agree_overflows_included(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_foreach_and_single_tensor_agree_with_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     fused = run_with_overflows(fused=True)
     for kind in ({"foreach": True}, {"foreach": False}):

@@ -68,7 +68,7 @@ def test_no_interface_has_a_single_implementer() -> None:
     assert not found
 
 
-def test_only_torch_internals_and_basics_use_gc_frames_or_bytecode() -> None:
+def test_only_internals_use_the_collector_frames_or_bytecode() -> None:
     inside = re.compile(r"\bgc\.|\bgetrefcount\b|\b_getframe\b|\bcurrentframe\b|\bimport dis\b|\bco_code\b")
     allowed = ("torch_internals/", "basics/")
     found = {name for name, text in SOURCES.items() if not name.startswith(allowed) and inside.search(code_of(text))}
@@ -238,7 +238,7 @@ CORE = [name for name in MODULES if name.split(".")[0] not in ROWS[-1]]
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_core_imports_only_torch_pydantic_and_the_standard_library(name: str) -> None:
+def test_core_imports_only_torch_pydantic_and_standard_library(name: str) -> None:
     roots = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -137,7 +137,7 @@ def test_with_and_without_masters_it_is_a_loop_by_hand(level: str, network: str,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_float32_gradients_that_are_asked_for_add_up_within_a_graph(dtype: str) -> None:
+def test_float32_gradients_asked_for_add_up_within_graph(dtype: str) -> None:
     losses, state = with_mpinit("lstm", "adam", "O2", DTYPES[dtype], grad_dtype=torch.float32)
     expected, masters = by_hand(CASES["lstm"], OPTIMIZERS["adam"], DTYPES[dtype], True, torch.float32)
     assert losses == expected

@@ -208,7 +208,7 @@ def test_undo_restores_torch(kind: str) -> None:
     assert "data" not in vars(nn.Parameter)
 
 
-def test_the_next_undo_removes_the_hooks_on_all_steps_of_a_session_that_was_dropped() -> None:
+def test_next_undo_removes_step_hooks_of_dropped_session() -> None:
     before = len(_global_optimizer_pre_hooks)
     model = nn.Linear(2, 2)
     kept = mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")

@@ -83,7 +83,7 @@ def test_a_wrapped_model_is_refused_with_the_way_out(kind: str, level: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["ddp", "a subclass of ddp"])
-def test_a_part_that_is_wrapped_is_refused_where_weights_are_cast(kind: str) -> None:
+def test_wrapped_part_is_refused_where_weights_are_cast(kind: str) -> None:
     model = net()
     model[1] = WRAPPED[kind][0](model[1])
     for level in ("O2", "O3", "O5"):
@@ -122,7 +122,7 @@ def refused(*parts: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("one", "other"), [("O2", "O2"), ("O2", "O1"), ("O1", "O3"), ("O0", "O5"), ("O5", "O0")])
-def test_sessions_that_share_a_module_are_refused_where_one_of_them_casts_it(one: str, other: str) -> None:
+def test_sessions_that_share_a_cast_module_are_refused(one: str, other: str) -> None:
     shared = nn.Linear(2, 2)
     first, second = nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(nn.Sequential(shared), nn.Linear(2, 2))
     optimizer = sgd(first)
@@ -165,7 +165,7 @@ def test_bad_values_do_not_change_who_is_disabled(enabled: bool, bad: dict[str, 
     assert "forward" not in vars(model)
 
 
-def test_what_is_initialised_cannot_be_disabled_before_it_is_undone() -> None:
+def test_initialised_model_cannot_be_disabled_before_undo() -> None:
     model = quietly(net())
     with refused("initialised already", "undo"):
         mpinit.initialize(model, enabled=False)

@@ -146,7 +146,7 @@ def living(references: dict[str, weakref.ref[Any]]) -> list[str]:
 @pytest.mark.filterwarnings("ignore:casts to 16 bits lose")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_dropped_without_undo_is_freed_without_the_collector(level: str, use: str) -> None:
+def test_what_is_dropped_without_undo_is_freed_without_collector(level: str, use: str) -> None:
     # What torch imports and compiles once holds frames, and these hold the first optimizer.
     warm = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     warm.step()
@@ -158,7 +158,7 @@ def test_what_is_dropped_without_undo_is_freed_without_the_collector(level: str,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_that_is_dropped_is_freed_and_its_model_trains_on(level: str) -> None:
+def test_optimizer_dropped_is_freed_and_its_model_trains_on(level: str) -> None:
     model, optimizer = made(level)
     step(model, optimizer)
     freed = weakref.ref(optimizer)
@@ -217,7 +217,7 @@ def tensors_of(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "split"])
-def test_copies_of_weights_whose_data_was_used_are_freed_with_the_model(level: str) -> None:
+def test_copies_whose_data_was_used_are_freed_with_the_model(level: str) -> None:
     shape = (37, 41)
     model: Any = nn.Linear(41, 37)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

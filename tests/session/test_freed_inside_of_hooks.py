@@ -102,7 +102,7 @@ def test_a_session_is_freed_in_the_constructor_of_a_wrapper(level: str) -> None:
         gc.enable()
 
 
-def test_an_optimizer_is_freed_while_those_of_its_session_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_is_freed_while_optimizers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find all others in the list, which gets shorter meanwhile."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -160,7 +160,7 @@ def test_an_optimizer_is_freed_while_another_is_removed(at: int) -> None:
     assert [master.optimizers for master in session.masters] == [1, 1]
 
 
-def test_threads_that_initialize_at_once_undo_what_was_dropped_once() -> None:
+def test_threads_that_initialize_together_undo_drops_once() -> None:
     calls: list[int] = []
 
     class Owner:

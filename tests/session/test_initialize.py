@@ -190,7 +190,7 @@ def test_one_loss_cannot_belong_to_two_sessions() -> None:
         mpinit.scale_loss(torch.ones(()), [first, second])
 
 
-def test_models_and_optimizers_find_their_session_and_undo_ends_it() -> None:
+def test_models_and_optimizers_find_session_and_undo_ends_it() -> None:
     models = [CASES["cnn"].build(), CASES["unet"].build()]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     mpinit.initialize(models, optimizers, "O2")
@@ -219,7 +219,7 @@ def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split"), ("O5", "model")])
-def test_float64_weights_that_have_gradients_are_trained_and_restored(level: str, masters: Any) -> None:
+def test_float64_weights_that_have_gradients_are_trained(level: str, masters: Any) -> None:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with torch.no_grad():

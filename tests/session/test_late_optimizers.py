@@ -315,7 +315,7 @@ def test_inside_of_scale_loss() -> None:
         add_for(model[-1])
 
 
-def test_a_gradient_that_the_loss_of_another_has_left_is_unscaled() -> None:
+def test_gradient_that_loss_of_another_has_left_is_unscaled() -> None:
     model, usual = waiting("O2-float16"), mlp()
     optimizer = momentum(usual.parameters())
     initialise(usual, optimizer, "O2-float16")

@@ -142,7 +142,7 @@ class Descent:
             parameter.data.sub_(0.1 * parameter.grad)
 
 
-def test_an_optimizer_that_is_not_torchs_is_refused_with_a_way_that_trains() -> None:
+def test_optimizer_not_torchs_is_refused_with_way_that_trains() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     with pytest.raises(TypeError, match='derive it, or initialise the model alone, with master_weights="model"'):
@@ -159,7 +159,7 @@ def test_an_optimizer_that_is_not_torchs_is_refused_with_a_way_that_trains() -> 
     torch.testing.assert_close(model.weight.detach(), before - 20 * 0.1 * 1e-4, rtol=0, atol=1e-6)
 
 
-def test_groups_replaced_by_hand_and_a_move_to_meta_are_warned_of_at_the_step() -> None:
+def test_groups_replaced_by_hand_and_moves_to_meta_are_warned_of() -> None:
     model, optimizer = pair()
     optimizer.param_groups[0]["params"] = [p.detach().clone().requires_grad_() for p in model.parameters()]
     with mpinit.scale_loss(loss_of(model), optimizer) as scaled_loss:
@@ -178,7 +178,7 @@ def test_groups_replaced_by_hand_and_a_move_to_meta_are_warned_of_at_the_step() 
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_loss_that_reaches_parameters_outside_of_the_session_is_warned_of(level: str) -> None:
+def test_loss_of_parameters_outside_of_the_session_is_warned_of(level: str) -> None:
     """Warn that their gradients stay scaled; with their optimizer initialised they are those of plain torch."""
     model, optimizer = pair(level)
     log_variance = nn.Parameter(torch.zeros(()))
@@ -200,7 +200,7 @@ def test_loss_that_reaches_parameters_outside_of_the_session_is_warned_of(level:
     torch.testing.assert_close(log_variance.grad, 1 - loss_of(model).detach(), rtol=1e-3, atol=1e-3)
 
 
-def test_frozen_parameters_outside_of_the_session_are_not_warned_of() -> None:
+def test_frozen_parameters_outside_of_session_are_not_warned_of() -> None:
     """Use a frozen teacher, and inputs that need gradients."""
     model, optimizer = pair()
     teacher = nn.Linear(4, 2).requires_grad_(False)

@@ -124,7 +124,7 @@ def test_wrapped_models() -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("given_first", ["outer", "inner"])
-def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, given_first: str) -> None:
+def test_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, given_first: str) -> None:
     inner = loops.mlp()
     outer = torch.compile(inner, backend="eager")
     given, other = (outer, inner) if given_first == "outer" else (inner, outer)
@@ -143,7 +143,7 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
             mpinit.undo(other)
 
 
-def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> None:
+def test_model_with_more_than_another_is_not_its_wrapper() -> None:
     teacher = loops.mlp()
     mpinit.initialize(teacher, opt_level="O1")
     student = nn.Sequential()

@@ -216,7 +216,7 @@ def given_like_the_weights(model: nn.Sequential) -> None:
 @pytest.mark.filterwarnings("ignore:1 parameter was put into the model")
 @pytest.mark.parametrize("level", ["O2", "O3", "O5", "split", "model"])
 @pytest.mark.parametrize("change", [pruned, normalized, given_like_the_weights])
-def test_tensors_that_came_in_like_cast_weights_are_float32_after_undo(change: Any, level: str) -> None:
+def test_tensors_that_came_in_like_cast_weights_are_float32(change: Any, level: str) -> None:
     if (change, level) == (normalized, "model"):
         pytest.skip("refused by name: the parametrization is given float32 weights")
     torch.manual_seed(0)

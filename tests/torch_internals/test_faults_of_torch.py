@@ -24,7 +24,7 @@ def test_compilation_refuses_a_gradient_of_another_dtype() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_gradients_of_a_cast_that_is_used_twice_add_up_in_16_bits() -> None:
+def test_gradients_of_cast_that_is_used_twice_add_up_in_16_bits() -> None:
     """``torch_internals/float32_gradients.py``."""
     weight = nn.Parameter(torch.ones(1))
     cast = weight.to(torch.bfloat16)
@@ -44,7 +44,7 @@ def test_fused_sgd_leaves_out_16_bit_numbers_on_a_cpu() -> None:
     assert not bool((weight == 0.5).all())
 
 
-def test_autocast_of_the_cpu_cannot_concatenate_the_other_16_bit_dtype() -> None:
+def test_autocast_of_cpu_cannot_concatenate_other_16_bit_dtype() -> None:
     """``autocast/cpu_autocast_list.py``."""
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
         torch.cat([torch.ones(1, dtype=torch.float16)])
