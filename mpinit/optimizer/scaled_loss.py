@@ -246,7 +246,7 @@ class ScaledLoss:
         if self._delay_update or not are_shared:
             # The first of these optimizers that steps updates the scale.
             for optimizer in self._optimizers:
-                optimizer.checks.update_scale_later(scaler)
+                optimizer.checks.update_scale_later(scaler, is_local=not (are_shared or ranks is None or ranks.groups))
         else:
             scaler.update()
             for optimizer in self._optimizers:

@@ -66,7 +66,7 @@ class GradientChecks:
         self._members = members
         self._gradients = gradients
         self._plan = plan
-        self._due: dict[LossScaler, None] = {}
+        self._due: dict[LossScaler, bool] = {}
         self._warned: set[str] = set()
         # How many forwards that were not compiled had run at the last step.
         self._forwards = 0
@@ -143,9 +143,14 @@ class GradientChecks:
         self._gradients.check_unscaled(STEP, STEP_LATER)
         self._members.values.apply_writes()
 
-    def update_scale_later(self, scaler: LossScaler) -> None:
-        """Update a loss scale at the next step; without a step, when the next loss is scaled."""
-        self._due[scaler] = None
+    def update_scale_later(self, scaler: LossScaler, is_local: bool) -> None:
+        """Update a loss scale at the next step; without a step, when the next loss is scaled.
+
+        Args:
+            is_local: whether the scaler has no result of its own, because the pass was in ``no_sync()``: what the step
+                finds counts.
+        """
+        self._due[scaler] = is_local
 
     def forget_update(self, scaler: LossScaler) -> None:
         """Do not update a loss scale at the next step: it was updated now."""
@@ -173,23 +178,27 @@ class GradientChecks:
             if self.ranks.groups and found_inf is not None:
                 self._gradients.decide(found_inf)
             # A pass in no_sync() has left its overflow to the check of the gradients that this step uses.
-            for scaler in self._due:
-                if scaler.found_inf is None and found_inf is not None:
+            for scaler, is_local in self._due.items():
+                if is_local and scaler.found_inf is None and found_inf is not None:
                     scaler.record_found_inf(found_inf)
         for scaler in self._pop_due():
             scaler.update()
 
     def agree_without_step(self) -> bool:
-        """Update the scales of gradients whose step was not called, where all ranks have the same gradients.
+        """Update the scales of gradients whose step no rank has called.
 
         Returns:
             Whether they overflowed; reading that is a device sync.
         """
         self.awaits_step = False
-        if not self.ranks.groups:
-            for scaler in self._pop_due():
-                scaler.update()
         found_inf = self._gradients.state.found_inf
+        if self.ranks.groups:
+            # All ranks begin this block without gradients: those of the last one were cleared, and no step was called.
+            if self._gradients.present():
+                return False
+            found_inf = self.ranks.reduce(found_inf, self._members.weights[0].device)
+        for scaler in self._pop_due():
+            scaler.update()
         if found_inf is None or is_capturing():
             return False
         return bool(found_inf.item() > 0)

@@ -718,6 +718,44 @@ def test_models_of_unknown_processes_need_a_process_group() -> None:
 
 
 @ranks(2)
+def test_scale_backs_off_once_for_two_optimizers() -> None:
+    """It moves in the step of the first."""
+    model = two_layers()
+    optimizers = [sgd(model[0]), sgd(model[2])]
+    scale = mpinit.DynamicLossScale(init=1024.0)
+    mpinit.initialize(model, optimizers, "O2", loss_scale=scale, process_group=dist.group.WORLD)
+    for index in range(3):
+        bad = index == 1 and dist.get_rank() == 1
+        pass_of(model, optimizers, of_rank(index), float("inf") if bad else 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert mpinit.loss_scale(optimizers[0]) == 512.0
+    assert [mpinit.step_counts(optimizer) for optimizer in optimizers] == [(2, 1), (2, 1)]
+
+
+@ranks(2, ("ddp",), ("fsdp",))
+def test_scale_backs_off_where_all_ranks_leave_out_a_step(engine: str) -> None:
+    """As loops do after a norm that is inf or nan: at the next block, which begins without gradients."""
+    model: Any = two_layers()
+    if engine == "fsdp":
+        fully_shard(model, mesh=engines.mesh(2))
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=1024.0))
+    runs = DistributedDataParallel(model) if engine == "ddp" else model
+    for index in range(4):
+        optimizer.zero_grad()
+        bad = index in (1, 2) and dist.get_rank() == 1
+        pass_of(runs, optimizer, of_rank(index), float("inf") if bad else 1.0)
+        norm = mpinit.clip_grad_norm_(optimizer, 1.0)
+        if norm.isfinite():
+            optimizer.step()
+        engines.assert_one(mpinit.loss_scale(optimizer))
+    assert mpinit.loss_scale(optimizer) == 256.0
+    assert mpinit.step_counts(optimizer)[0] == 2
+
+
+@ranks(2)
 def test_local_steps_need_a_process_group() -> None:
     """After passes in ``no_sync()`` only, at a dynamic scale. Passes that are averaged later need nothing."""
     for given in ({}, {"process_group": dist.group.WORLD}):
