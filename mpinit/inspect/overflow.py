@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 import torch
@@ -95,9 +94,6 @@ class OverflowWatch:
     It follows inf and nan from the operation that made them to the results, the loss and the gradients, and reports the
     faults that have reached one of them. An infinite constant in the code, as of a mask with -inf, is no fault. The
     properties can be read inside of the block and after it.
-
-    Attributes:
-        went_backward: whether there was a backward pass.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -105,8 +101,10 @@ class OverflowWatch:
         self._model = model
         self._faults: list[Fault] = []
         self._origins = Origins()
-        self.went_backward = False
-        self._reached = _Reached()
+        # "results", "loss", "backward" (any result of the backward pass) or "parameters" (their gradients) -> the
+        # faults whose inf or nan reached it first; no entry where no inf or nan did.
+        self._reached: dict[str, frozenset[int]] = {}
+        self._went_backward = self._sees_gradients = False
         self._is_16_bit = False
         self._operations = 0
         self._stack = ExitStack()
@@ -138,29 +136,15 @@ class OverflowWatch:
         self._stack.close()
 
     @property
-    def results_are_bad(self) -> bool:
-        """Return whether a loss was inf or nan, or a result of the model if there was no backward pass."""
-        return self._reached.of_loss is not None or (not self.went_backward and self._reached.of_results is not None)
-
-    @property
-    def gradients_are_bad(self) -> bool:
-        """Return whether a parameter's gradient was inf or nan, or without parameters any result in a backward pass."""
-        return self._reached.of_gradients is not None
-
-    @property
-    def reached_results(self) -> bool:
-        """Return whether inf or nan reached a result, the loss or a gradient."""
-        return self.results_are_bad or self.gradients_are_bad
-
-    @property
     def first(self) -> Fault | None:
         """The first fault that reached a result; without any, the first 16-bit forward operation with +inf or nan."""
-        reached = self._reached
-        if not self.reached_results:
-            faults = [f for f in self._faults if f.phase == FORWARD and not f.may_be_intended]
-            return faults[0] if faults else None
-        of_results = reached.of_loss if self.went_backward or reached.of_results is None else reached.of_results
-        numbers = of_results or reached.of_gradients or range(len(self._faults))
+        # A result of the model that is not finite may be meant, as a mask; with a backward pass the loss counts.
+        results = None if self._went_backward else self._reached.get("results")
+        loss = self._reached.get("loss") if results is None else results
+        gradients = self._reached.get("parameters" if self._sees_gradients else "backward")
+        if loss is None and gradients is None:
+            return next((f for f in self._faults if f.phase == FORWARD and not f.may_be_intended), None)
+        numbers = loss or gradients or range(len(self._faults))
         return worst(self._faults[number] for number in sorted(numbers))
 
     @property
@@ -190,6 +174,10 @@ class OverflowWatch:
             earlier |= {len(self._faults) - 1}
         self._origins.set(tensor, earlier)
 
+    def _reach(self, what: str, tensor: torch.Tensor) -> None:
+        """Record that inf or nan reached a result. Of several times the first counts: later ones may follow from it."""
+        self._reached[what] = self._reached.get(what) or self._origins.of([tensor])
+
     def _read_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._trace.unseen():
             for tensor in floating_tensors((args, kwargs)):
@@ -209,15 +197,15 @@ class OverflowWatch:
         """Record whether inf or nan reach what the model returns."""
         for tensor in floating_tensors(output) if not name else ():
             if not is_finite(tensor):
-                self._reached.of_results = _first_of(self._reached.of_results, self._origins.of([tensor]))
+                self._reach("results", tensor)
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         """Record whether inf or nan reach the gradient of a parameter."""
         with self._trace.unseen():
-            self.went_backward = self._reached.sees_gradients = True
+            self._went_backward = self._sees_gradients = True
             for tensor in floating_tensors(gradient):
                 if not is_finite(tensor):
-                    self._reached.of_parameters = _first_of(self._reached.of_parameters, self._origins.of([tensor]))
+                    self._reach("parameters", tensor)
 
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
@@ -236,7 +224,7 @@ class OverflowWatch:
         place = self._trace.place()
         for tensor in floating_tensors(result):
             self._is_16_bit |= is_lower_precision(tensor.dtype)
-            self.went_backward |= place.phase == BACKWARD
+            self._went_backward |= place.phase == BACKWARD
             if not is_finite(tensor):
                 self._record_nonfinite(operation, tensor, before or _Inputs(args, kwargs), place)
             elif not overwrites:
@@ -267,40 +255,10 @@ class OverflowWatch:
                 follows_16_bit=self._is_16_bit,
             )
             self._found(fault, tensor, earlier)
-        here = self._origins.of([tensor])
         if place.phase == BACKWARD:
-            self._reached.of_backward = _first_of(self._reached.of_backward, here)
+            self._reach("backward", tensor)
         elif place.module is None and tensor.numel() == 1:
-            self._reached.of_loss = _first_of(self._reached.of_loss, here)
-
-
-@dataclass
-class _Reached:
-    """The faults whose inf or nan reached the model's results, the loss or gradients; None: no inf or nan did.
-
-    Attributes:
-        of_results: those that reached what the model returned.
-        of_loss: those that reached a tensor of one element outside of the model.
-        of_backward: those that reached any result in the backward pass.
-        of_parameters: those that reached the gradient of a parameter.
-        sees_gradients: whether the gradient of a parameter was seen.
-    """
-
-    of_results: frozenset[int] | None = None
-    of_loss: frozenset[int] | None = None
-    of_backward: frozenset[int] | None = None
-    of_parameters: frozenset[int] | None = None
-    sees_gradients: bool = False
-
-    @property
-    def of_gradients(self) -> frozenset[int] | None:
-        """The faults that reached parameters' gradients, or if there are none, any result in the backward pass."""
-        return self.of_parameters if self.sees_gradients else self.of_backward
-
-
-def _first_of(earlier: frozenset[int] | None, later: frozenset[int]) -> frozenset[int]:
-    """Return the earlier faults, if there are any: later ones may follow from them."""
-    return earlier or later
+            self._reach("loss", tensor)
 
 
 def _may_be_mask(tensor: torch.Tensor) -> bool:

@@ -39,7 +39,9 @@ class ModelTrace:
     """A context manager that calls functions for the operations and modules of ``model``.
 
     A backward operation belongs to the module whose forward created its node. Autograd numbers its nodes in order of
-    creation, so the trace records the first node number of each module's forward.
+    creation, so the trace records the first node number of each module's forward. ``torch.utils.module_tracker`` has a
+    set of modules in the backward pass, which a module whose inputs need no gradient never leaves, and which does not
+    tell parallel branches apart.
 
     Args:
         model: the model.
