@@ -27,7 +27,7 @@ MARKED = re.compile(r"mark\.(device|gpu)\b")
 FILES = [path for path in sorted(ROOT.glob("tests/*/test_*.py")) if MARKED.search(path.read_text("utf-8"))]
 # In every run; what else is marked belongs to the long ones.
 OFTEN = (
-    *("test_simulated_device", "test_gpu", "test_law", "test_functions_rows", "test_nccl", "test_loss_scaler"),
+    *("test_simulated_device", "test_gpu", "test_functions_rows", "test_nccl", "test_loss_scaler"),
     *("test_skipping", "test_clipping", "test_closures", "test_accumulation", "test_grad_scaler"),
 )
 
