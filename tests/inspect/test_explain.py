@@ -143,8 +143,6 @@ def test_modules_kept_in_float32_say_so() -> None:
     report = mpinit.explain(model, torch.randn(2, 4), loss=torch.sum)
     why = reasons(report)
     assert why["1", "native_layer_norm"][0].why == "weights are float32"
-    arriving = {row.outputs for row in report.rows if row.module == "0" and row.phase == "backward" and row.casts}
-    assert arriving == {("float32",)}, "gradients arrive in float32 on weights with masters"
     assert report.flagged == ()
     mpinit.undo(model)
     assert [row.module for row in mpinit.explain(model, torch.randn(2, 4), opt_level="O2").flagged] == ["1"]
