@@ -216,8 +216,6 @@ def clip_grad_norm_(
         norm = norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
     else:
         norm = norms.clip_own_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    if managed is not None:
-        managed.members.values.bind_gradients()  # masters that the user has share the clipped gradients
     return norm
 
 

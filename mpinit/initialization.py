@@ -217,8 +217,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     Args:
         optimizers: an optimizer over parameters of initialised models, or a list or tuple of them. An empty list: no
-            more are going to be added, and weights without one lose their float32 values. A master made for such a
-            weight later starts from its 16-bit values.
+            more are going to be added.
 
     Returns:
         The same objects, as they were passed.
@@ -241,7 +240,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     checks.check_free([], listed)
     if not listed:
         for awaiting in registry.sessions_awaiting_optimizers():
-            awaiting.managed.drop_unclaimed_masters()
+            awaiting.managed.awaits = False
         return optimizers
     sessions: dict[Session, list[Optimizer]] = {}
     off: list[Optimizer] = []

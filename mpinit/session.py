@@ -36,12 +36,12 @@ from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
 from .model.shared_memory import check_memory
 from .model.written_buffers import WrittenBuffers
-from .optimizer.managed import Shared
-from .optimizer.members import Members
-from .optimizer.optimizers import Initialized, ManagedOptimizers, StepGuard, parameters_of, trained_by
+from .optimizer.guard import StepGuard, parameters_of
+from .optimizer.optimizers import Initialized, ManagedOptimizers, trained_by
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import Losses
-from .optimizer.state import cast_state, cast_states, with_wrapped
+from .optimizer.state import cast_states, widen_state, with_wrapped
+from .optimizer.step import Shared
 from .scaling.scaler import LossScaler
 from .session_view import SessionView
 from .torch_internals.compiling_with_gradients import hide_gradients
@@ -93,14 +93,13 @@ class Session:
         self.copies = copies.Float32Copies(None)
         written = WrittenBuffers()
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers, written)
-        self.step_guard = StepGuard(self.values, plan.makes_masters)
+        self.step_guard = StepGuard(self.masters, plan.makes_masters)
         self.scalers = [
             LossScaler(plan.loss_scale, loss_id, plan.properties.skip_nonfinite)
             for loss_id in range(plan.properties.num_losses)
         ]
-        members: list[Members] = []
         self.ranks = Ranks(self.forward_guard, self.scalers, request.process_group)
-        shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), members, written)
+        shared = Shared(plan, self.values, self.ranks, _encoded_states(plan), self.scalers)
         initialized = Initialized(self.number, self.opt_level, self.models, self.optimizers)
         self.managed = ManagedOptimizers(initialized, shared, request.await_optimizers)
         self.losses = Losses(self.managed, self.scalers)
@@ -169,10 +168,10 @@ class Session:
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
         if selected.changes:
-            self.managed.shared.written.list_buffers(index.named_modules)
+            self.forward_guard.written.list_buffers(index.named_modules)
         self.ranks.watch([*selected.changes, *widened], self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
-            self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
+            self.managed.add(optimizer, self._undos, owner=self)
         if selected.has_16_bit or plan.skips:
             self.step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
@@ -222,7 +221,9 @@ class Session:
                 casting.convert(weight, dtype)
 
         self._undos.push(narrow)
-        _widen_states(self.optimizers, original_dtypes)
+        for optimizer in with_wrapped(self.optimizers):
+            for weight in weights:
+                widen_state(optimizer.state.get(weight))
         for weight in weights:
             casting.convert(weight, torch.float32)
 
@@ -231,8 +232,7 @@ class Session:
         ids = set(map(id, mastered))
         others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in ids}
         casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
-        cast_states(self.optimizers, casts, self._undos)
-        _widen_states(self.optimizers, {w: w.dtype for w in mastered if w.dtype in LOWER_PRECISION})
+        cast_states(self.optimizers, self._without_masters_to_come(casts), self._undos)
         trained = {p for p in parameters_of(self.optimizers) if id(p) not in ids and p.requires_grad}
         self.values.casts = casting.TensorCasts(others, trained)
         self._undos.push(self.values.casts.undo)
@@ -243,6 +243,12 @@ class Session:
         for master in self.masters:
             self.masters.cast(master, to_16_bit[master.weight])
         casting.rebuild_flat_weights(index.names)
+
+    def _without_masters_to_come(self, casts: dict[Any, Any]) -> dict[Any, Any]:
+        """Leave out frozen parameters that get a master when they are unfrozen: their optimizer state stays float32."""
+        if self.plan.masters is MasterWeightsMode.NONE:
+            return casts
+        return {tensor: dtypes for tensor, dtypes in casts.items() if not isinstance(tensor, nn.Parameter)}
 
     def _drop_masters(self) -> None:
         """Write the masters' values into their weights, and drop the masters. May be called again."""
@@ -271,8 +277,6 @@ class Session:
                 raise RuntimeError(_IN_BLOCK)
             reshard([module for model in self.models for module in modules_of(model)])
             # On the stack, which runs the other undos even if one of these raises.
-            for managed in self.managed.patched():
-                self._undos.push(managed.gradients.end)
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for p in self.managed.initialized.parameters()}
         try:
@@ -296,10 +300,6 @@ class Session:
         """Set an attribute of an object of a framework, until the session is undone."""
         self._undos.set_attribute(owner, name, value)
 
-    def patch_steps(self) -> None:
-        """Patch optimizers whose steps only hooks counted so far, because their losses are going to be scaled."""
-        self.managed.patch_steps(self._undos, owner=self)
-
     # -- optimizers that are added later ------------------------------------------------------------------------
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> Undo:
@@ -316,20 +316,14 @@ class Session:
             for optimizer in optimizers:
                 new = {id(p) for p in parameters_of([optimizer]) if self.masters.of(p) is None}
                 failed.push(partial(self._discard, new))
-                trained = trained_by([optimizer]) if self.plan.makes_masters else []
-                original_dtypes: dict[Any, torch.dtype] = {p: p.dtype for p in trained if is_lower_precision(p.dtype)}
                 failed.push(_restore_states([optimizer]))
                 failed.push(undos.unwind)
-                self.managed.add(optimizer, self.selection.has_16_bit, undos, owner=self)
+                self.managed.add(optimizer, undos, owner=self)
                 copies.set_on_optimizer(optimizer, self.copies, undos)
-                plain = [p for p in parameters_of([optimizer]) if p not in original_dtypes]
-                casts: dict[Any, Any] = {
-                    p: (self.values.casts.original_dtype(p), p.dtype)
-                    for p in plain
-                    if self.values.casts.original_dtype(p) != p.dtype
-                }
-                cast_states([optimizer], casts, undos)
-                _widen_states([optimizer], original_dtypes)
+                original = self.values.casts.original_dtype
+                casts: dict[Any, Any] = {p: (original(p), p.dtype) for p in parameters_of([optimizer])}
+                casts = {p: dtypes for p, dtypes in casts.items() if dtypes[0] != dtypes[1]}
+                cast_states([optimizer], self._without_masters_to_come(casts), undos)
                 failed.push(partial(self.optimizers.remove, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
@@ -373,14 +367,6 @@ def _format(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_format, value))}]"
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
-
-
-def _widen_states(optimizers: Sequence[Optimizer], dtypes: Mapping[Any, torch.dtype]) -> None:
-    """Cast the optimizer state of 16-bit weights to float32, the dtype of their masters."""
-    for each in with_wrapped(optimizers):
-        for parameter, state in each.state.items():
-            if parameter in dtypes:
-                cast_state(state, parameter.shape, dtypes[parameter], torch.float32)
 
 
 def _masters(plan: Plan, names: Names) -> FullMasters | SplitMasters:

@@ -19,7 +19,7 @@ from .distributed.sharding import is_distributed, is_sharded, shard
 from .in_float32 import float32_weights
 from .model.shared_memory import storage_of
 from .optimizer.initial_state import with_initial_state
-from .optimizer.managed import ManagedOptimizer
+from .optimizer.step import ManagedOptimizer
 from .session import Session
 
 

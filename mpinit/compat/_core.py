@@ -23,18 +23,15 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
     """Make other sessions use the loss scalers of this one."""
     for other in others:
         other.scalers[:] = session.scalers
-        _patch_steps(other)
 
 
 def share_overflow(optimizers: Sequence[Optimizer]) -> None:
     """Skip the steps of all these optimizers if one of them has an overflow in its gradients."""
-    managed = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
-    known = [(each, each.state.found_inf) for each in managed if each.state.found_inf is not None]
-    if known:
-        device = known[0][1].device
-        highest = torch.stack([found_inf.to(device) for _, found_inf in known]).max()
-        for gradients, found_inf in known:
-            gradients.share(highest.to(found_inf.device))
+    checked = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
+    known = [gradients.found_inf for gradients in checked if gradients.found_inf is not None]
+    for gradients in checked if known else ():
+        highest = torch.stack([each.to(known[0].device) for each in known]).amax()
+        gradients.found_inf, gradients.is_fresh = highest, True
 
 
 def has_overflow(scaler: Scaler) -> bool:
@@ -45,14 +42,6 @@ def has_overflow(scaler: Scaler) -> bool:
 def set_rule(scaler: Scaler, rule: float | DynamicLossScale) -> None:
     """Replace a scaler's rule."""
     scaler.rule = rule
-    for session in live_sessions():
-        if scaler in session.scalers:
-            _patch_steps(session)
-
-
-def _patch_steps(session: Any) -> None:
-    """Patch the steps of a session whose level does not scale losses: from here on they may be scaled."""
-    session.patch_steps()
 
 
 def master_values(optimizer: Optimizer) -> dict[Any, torch.Tensor]:

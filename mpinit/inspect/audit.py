@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -21,8 +22,8 @@ from ..config.reading import resolve
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
+from ..optimizer.hooks import inside_hooks
 from ..session import Session
-from ..torch_internals.step_hooks import StepHooks
 from .copies import copy_of_optimizer, refuse_lazy, same_random_numbers
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
@@ -330,8 +331,9 @@ def _run(
             copies[p].grad = size * random.to(copies[p].device)
         before = {p: (copies[p].clone(), copies[p]._version) for p in sizes}
         # Neither a default device nor hooks of all optimizers, which the user has set for the originals, apply.
-        with CastsOff(), torch.device("cpu"), StepHooks(copied):
-            copied.step()
+        beneath = inside_hooks(copied.step)
+        with CastsOff(), torch.device("cpu"):
+            (copied.step if beneath is None else partial(beneath, copied))()
         # Fused kernels do not count their writes.
         for p, (values, version) in before.items():
             has_written = has_written or copies[p]._version != version or not torch.equal(copies[p], values)

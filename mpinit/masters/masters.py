@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import torch
 from torch import nn
 
-from ..basics.dtypes import LOWER_PRECISION, as_float32, is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION, as_float32
 from ..basics.modules import Names
 from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_data
@@ -127,7 +127,7 @@ class Masters(ABC):
             self._cast(master, dtype)
             master.dtype = dtype
             weight.grad_dtype = self.grad_dtype
-            weight.grad = gradient
+            weight.grad = gradient if gradient is None or self.grad_dtype is None else as_float32(gradient)
         except BaseException:
             weight.grad_dtype = None
             weight.grad = gradient
@@ -154,23 +154,6 @@ class Masters(ABC):
             self._watched -= ids
             self._discard(master)
             del self._of[id(master.weight)]
-
-    keeps_bits = False
-
-    def widen_unused_gradients(self, has_gradients: bool = False) -> None:
-        """Widen all 16-bit gradients one after another, so that each is freed before the next is widened."""
-        for master in self if has_gradients else ():
-            gradient = master.weight.grad
-            if gradient is not None and is_lower_precision(gradient.dtype) and not gradient._is_view():
-                master.weight.grad = None
-                master.weight.grad = as_float32(gradient)
-
-    def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Cast gradients to float32."""
-        return [None if gradient is None else as_float32(gradient) for gradient in gradients]
-
-    def set_gradient_dtype(self, master: Master) -> None:  # noqa: B027
-        """Do nothing: it is set when the weight is cast."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """See writes through the ``data`` of parameters, until their master is discarded."""

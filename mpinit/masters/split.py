@@ -112,14 +112,6 @@ class SplitMasters(Masters):
         sharded_as(dense, master.weight).copy_(values)
         _split(dense, weight, master.laid_out(weight))
 
-    def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        if self.grad_dtype is not None:
-            return super().in_kept_dtype(gradients)
-        return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
-
-    def gradients_used(self) -> None:
-        """Do nothing."""
-
     def batch(self, masters: Sequence[Master], device: torch.device) -> MasterBatch:
         return _Bucket(self, [master for master in masters if isinstance(master, SplitMaster)], device)
 

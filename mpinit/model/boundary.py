@@ -23,7 +23,6 @@ from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
 from ..distributed.ddp import note_running_wrapper
 from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
-from ..masters.split import SplitMasters
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
 from .written_buffers import WrittenBuffers
@@ -76,7 +75,7 @@ class ForwardGuard:
         self.masters = values.masters
         self._values = values
         self._optimizers = optimizers
-        self._written = written
+        self.written = written
         self._is_first = True
         # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
@@ -93,20 +92,12 @@ class ForwardGuard:
             self._is_first = False
         if is_distributed():
             note_running_wrapper()
-            # The process group may be newer than the session. From then on gradients may have any dtype, because DDP's
-            # buckets have the weights' dtype.
-            first = next(iter(self.masters), None)
-            if first is not None and first.weight.grad_dtype is not None:
-                for master in self.masters:
-                    self.masters.set_gradient_dtype(master)
         self.eager_forwards += 1
         if torch.is_grad_enabled():
-            self._written.begin()
+            self.written.begin()
         if self.has_float32_values:
             with self._lock:
                 self._values.before_use()
-                if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
-                    self.masters.widen_unused_gradients()
 
     def check_present(self) -> None:
         """Check that the models still have the parameters that they had in ``initialize``.

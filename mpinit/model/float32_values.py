@@ -1,8 +1,6 @@
 """The float32 numbers of a session's 16-bit tensors: those of masters, and those of tensors without one."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -73,30 +71,6 @@ class Float32Values:
         self.masters.check_data()
         if isinstance(self.masters, FullMasters):
             self.masters.round_written()
-
-    # -- called by optimizers, and without effect any more ------------------------------------------------------------
-
-    block_parameters: Any = None
-
-    def apply_gradients(self) -> None:
-        """Do nothing: the gradient of a master is its weight's."""
-
-    def bind_gradients(self) -> None:
-        """Do nothing: the gradient of a master is its weight's."""
-
-    def has_unapplied_writes(self) -> bool:
-        """Return False."""
-        return False
-
-    def moved(self, masters: Sequence[Master]) -> None:
-        """Do nothing: a batch records what it has rounded."""
-
-    @contextmanager
-    def without_moving(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-    # -- masters of users ---------------------------------------------------------------------------------------------
 
     def hand_out(self, weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """List the full masters of some weights; for a weight without one, the weight itself."""

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,9 +14,9 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import local
 from ..masters.masters import Master
 from ..model.float32_values import Float32Values
-from ..torch_internals.step_hooks import StepHooks
-from .managed import ManagedOptimizer
+from .hooks import inside_hooks
 from .state import with_wrapped
+from .step import ManagedOptimizer
 
 # Attributes of an optimizer that are read and restored separately, or that the step is meant to change.
 _SEPARATE: Final = frozenset({"param_groups", "state"})
@@ -63,25 +64,23 @@ def with_initial_state(optimizer: Optimizer, managed: ManagedOptimizer | None) -
 def _step_without_effect(
     optimizer: Optimizer, managed: ManagedOptimizer | None, weights: Sequence[nn.Parameter]
 ) -> None:
-    values = None if managed is None else managed.members.values
+    values = None if managed is None else managed.shared.values
     undos = UndoStack()
-    with contextlib.nullcontext() if values is None else values.without_moving():
-        try:
-            undos.push(_Numbers(weights, values).restore)
-            for each in with_wrapped([optimizer]):
-                undos.push(_Attributes(each).restore)
-                for group in each.param_groups:
-                    undos.push(_Group(group).restore)
-            with StepHooks(optimizer):
-                if managed is not None and managed.is_patched:
-                    # Not through its step, which counts steps, unless all learning rates are 0.
-                    managed.members.sync_groups()
-                    managed.checks.prepare_state_only()
-                    managed.own.run()
-                else:
-                    optimizer.step()
-        finally:
-            undos.unwind()
+    try:
+        undos.push(_Numbers(weights, values).restore)
+        for each in with_wrapped([optimizer]):
+            undos.push(_Attributes(each).restore)
+            for group in each.param_groups:
+                undos.push(_Group(group).restore)
+        if managed is not None and managed.is_patched:
+            # Not through its step, which counts steps, unless all learning rates are 0.
+            managed.check_unscaled("mpinit.TrainState")
+            managed.run_own()
+        else:
+            step = inside_hooks(optimizer.step)
+            (optimizer.step if step is None else partial(step, optimizer))()
+    finally:
+        undos.unwind()
 
 
 class _Group:

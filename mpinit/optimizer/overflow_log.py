@@ -10,11 +10,9 @@ import torch
 from ..basics.tables import counted
 from ..distributed.sharding import dense_view
 from ..scaling.scaler import LossScaler
-from .members import Members
+from .params import OptimizerParams
 
 _SHOWN: Final = 20
-# AccumulateGrad nodes have no number of their own in the order of the forward; theirs are at least this.
-_NO_NUMBER: Final = 2**63
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,19 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
         return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
     where = f"module {module!r}" if module else "the model's own parameters"
     return (
-        f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
-        "into: `with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the operation. "
-        "Keep its module in float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
+        f"Of what has inf or nan in its gradients, {where} comes last in the model, so the backward pass has probably "
+        "met it first: they were made there or in what its results go into. "
+        "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the operation. Keep its "
+        "module in float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
     )
 
 
 class OverflowLog:
     """The last overflow of one optimizer."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, params: OptimizerParams) -> None:
         self.last: OverflowReport | None = None
-        self._members = members
+        self._params = params
 
     def report(self, losses: int) -> OverflowReport:
         """Return the last overflow, or the gradients as they are now if other parameters have inf or nan.
@@ -149,21 +148,18 @@ class OverflowLog:
             scaler, scale, loss: the loss scaler, the loss scale and the loss of their backward pass.
             came_later: whether inf and nan were written to the gradients after the backward pass.
         """
-        order = {} if loss is None else _order_of_leaves(loss)
         found = []
-        weights = [weight for weight in self._members.parameters() if weight.grad is not None]
-        names = self._members.names.of_all(weights)
+        weights = [weight for weight in self._params.parameters() if weight.grad is not None]
+        names = self._params.table.names.of_all(weights)
         modules = set(map(_module_of, names))
         for index in _not_finite([weight.grad for weight in weights if weight.grad is not None]):
-            # Without a graph, by position: the backward pass begins with a model's last parameters.
-            bad = _bad_gradient(names[index], weights[index].grad)
-            found.append((order.get(weights[index], 0), -index, bad))
-        found.sort(key=lambda row: row[:2])
+            found.append(_bad_gradient(names[index], weights[index].grad))
+        found.reverse()  # the backward pass begins with a model's last parameters
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
         # The bias of the last module keeps a finite gradient where an activation in front of it is nan.
-        are_all_bad = len(modules) > 1 and modules == {_module_of(bad.name) for *_, bad in found}
-        module = _module_of(found[0][2].name) if found and not are_all_bad else None
-        worst = sorted([bad for *_, bad in found], key=lambda bad: -bad.share)
+        are_all_bad = len(modules) > 1 and modules == {_module_of(bad.name) for bad in found}
+        module = _module_of(found[0].name) if found and not are_all_bad else None
+        worst = sorted(found, key=lambda bad: -bad.share)
         loss_id = None if scaler is None else scaler.loss_id
         advice = _advice(value, module, are_all_bad, came_later and bool(found))
         return OverflowReport(loss_id, scale, value, tuple(worst), module, advice)
@@ -195,33 +191,3 @@ def _bad_gradient(name: str, gradient: Any) -> BadGradient:
     infs = int((~finite).sum()) - nans
     largest = float(torch.where(finite, dense, 0).abs().max())
     return BadGradient(name, dense.numel(), infs, nans, largest)
-
-
-def _order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
-    """Compute the order in which a backward pass from ``result`` reaches the leaves, also after that pass.
-
-    Returns:
-        Each leaf that requires gradients -> a number; lower numbers are reached earlier. Empty if the graph has no
-        leaves, or more than ``at_most`` nodes.
-    """
-    found: dict[torch.Tensor, int] = {}
-    if result.grad_fn is None:
-        return found
-    seen: set[Any] = {result.grad_fn}
-    waiting: list[Any] = [(result.grad_fn, 0)]
-    while waiting:
-        node, user = waiting.pop()
-        number = node._sequence_nr()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[leaf] = min(found.get(leaf, 0), -user)
-        for child, _ in node.next_functions:
-            if child is None:
-                continue
-            is_leaf = hasattr(child, "variable")
-            if is_leaf or child not in seen:
-                seen.add(child)
-                waiting.append((child, number if number < _NO_NUMBER else user))
-        if len(seen) > at_most:
-            return {}
-    return found

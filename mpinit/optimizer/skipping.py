@@ -1,6 +1,5 @@
-"""Done and skipped steps of an optimizer: their counts, the warning, and the error after too many skips in a row."""
+"""Done and skipped steps of an optimizer: their counts, the log line, and the error after too many skips in a row."""
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -9,13 +8,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.logs import log, warn_user
-from ..basics.running import is_capturing, reads_without_sync
+from ..basics.running import is_capturing
 from ..config.plan import Plan
 from ..scaling.scaler import LossScaler
-from .gradient_state import Phase
-from .gradients import Gradients
-from .members import Members
 from .overflow_log import OverflowLog, OverflowReport
+from .params import OptimizerParams
 
 _SKIPS_TO_WARN_OF: Final = 3
 
@@ -79,37 +76,26 @@ class Skips:
 
     Attributes:
         counter: of steps done and skipped.
+        log: the record of the last overflow.
+        checked_before: where the step has checked gradients that were checked at the end of their block, too: whether
+            they contained inf or nan there. Otherwise None.
     """
 
-    def __init__(self, members: Members, gradients: Gradients, plan: Plan) -> None:
+    def __init__(self, params: OptimizerParams, plan: Plan) -> None:
         self.counter = StepCounter()
-        self._members = members
-        self._gradients = gradients
+        self.log = OverflowLog(params)
+        self.checked_before: torch.Tensor | None = None
         self._plan = plan
-        self._last_loss: torch.Tensor | None = None
-        # True: the overflow for which the next step is skipped has been logged already.
-        self._is_logged = False
+        # The last block: its loss, scaler and scale.
+        self._last: tuple[torch.Tensor | None, LossScaler | None, torch.Tensor | None] = None, None, None
 
-    @functools.cached_property
-    def log(self) -> OverflowLog:
-        """The record of the last overflow."""
-        return OverflowLog(self._members)
-
-    def record_overflow(self, loss: torch.Tensor, scaler: LossScaler) -> str | None:
-        """Log which gradients overflowed in a backward pass, before the scale is updated; return the worst as text."""
-        worst = self.log.write(scaler, scaler.loss_scale(), loss).gradients
-        self._is_logged = True
-        return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
-
-    def remember(self, loss: torch.Tensor) -> None:
-        """Remember the loss of a backward pass whose check is not read yet, for the log line of a skip."""
-        self._last_loss = loss.detach()
+    def after_block(self, loss: torch.Tensor, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+        """Remember the last loss, for the report of an overflow."""
+        self._last = (loss.detach() if loss.numel() == 1 else None), scaler, scale
 
     def count_done(self) -> None:
         """Count a step that was done."""
         self.counter.count(skipped=False)
-        self._last_loss = None
-        self._is_logged = False
 
     def count_stepped(self, optimizer: Optimizer) -> None:
         """Count a step that was run: its kernel skips by itself if torch.amp.GradScaler has passed it an overflow."""
@@ -123,11 +109,9 @@ class Skips:
         """Count a step that a kernel has done, or skipped by ``found_inf``."""
         self.counter.count_on_device(found_inf)
         # Reading the counters is a device sync, so it is done once in max_consecutive_skips steps.
-        limit = self._plan.max_consecutive_skips
-        if not is_capturing() and self.counter.is_due(limit):
-            consecutive = self.counter.read().consecutive
+        if not is_capturing() and self.counter.is_due(self._plan.max_consecutive_skips):
             self._raise_after_too_many()
-            if consecutive >= _SKIPS_TO_WARN_OF:
+            if self.counter.read().consecutive >= _SKIPS_TO_WARN_OF:
                 self._warn()
 
     def skip(self) -> None:
@@ -136,22 +120,27 @@ class Skips:
         Raises:
             RuntimeError: too many steps in a row were skipped.
         """
-        found_inf, scaler = self._gradients.state.found_inf, self._gradients.state.scaler
-        is_unread = found_inf is not None and not reads_without_sync(found_inf.device)
-        if is_unread and scaler is not None and scaler.is_dynamic:
-            scaler.is_changed = True  # its update has not read whether the scale was lowered
-        if found_inf is not None and not self._is_logged:
-            # If reading is no device sync, record_overflow() has logged what scale_loss found; this came later.
-            self._log_now(reads_without_sync(found_inf.device) and self._gradients.state.phase is Phase.UNSCALED)
-        self._is_logged = False
+        report = self._write()
+        scaler = self._last[1]
+        worst = [f"; worst: {each.name}, {each.share:.0%} of it inf or nan" for each in report.gradients[:1]]
+        log.info(
+            "Gradient overflow: optimizer.step() was skipped%s%s",
+            f"; loss scale now {scaler.loss_scale()}" if scaler is not None and scaler.is_dynamic else "",
+            "".join(worst),
+        )
         self.counter.count(skipped=True)
         self._raise_after_too_many()
         if self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
             self._warn()
 
+    def _write(self) -> OverflowReport:
+        loss, scaler, scale = self._last
+        came_later = self.checked_before is not None and self.checked_before.item() == 0
+        return self.log.write(scaler, None if scale is None else float(scale), loss, came_later)
+
     def _warn(self) -> None:
         """Warn that several steps in a row were skipped, and whether the loss or only gradients were inf or nan."""
-        record = self.log.last or self._log_now()
+        record = self.log.last or self._write()
         count, loss = self.counter.read().consecutive, record.loss
         if loss is not None and not math.isfinite(loss):
             why = f"the loss itself was {loss:g}, so that no loss scale can help. {record.advice}"
@@ -170,19 +159,15 @@ class Skips:
         # A dynamic scale skips steps in healthy trainings, too: no exception under "-W error".
         (log.warning if self._plan.is_dynamic else warn_user)(f"{count} steps in a row were skipped because {why}")
 
-    def _log_now(self, came_later: bool = False) -> OverflowReport:
-        loss, self._last_loss = self._last_loss, None
-        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), loss, came_later)
-
     def _raise_after_too_many(self) -> None:
         limit = self._plan.max_consecutive_skips
         if self.counter.read().consecutive < limit:
             return
-        record = self.log.last or self._log_now()
+        record = self.log.last or self._write()
         names = ", ".join(record.parameters[:3]) or "gradients cleared since"
         at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
             "lowering the loss scale does not help, so the forward or the loss itself is inf or nan. "
-            f"{record.advice}"
+            f"{record.advice}; max_consecutive_skips moves the limit"
         )

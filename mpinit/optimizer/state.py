@@ -2,15 +2,14 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
+from ..basics.dtypes import LOWER_PRECISION
 from ..basics.patching import UndoStack
-from ..distributed.sharding import local
-from ..masters.law import restore_unchanged
 
 # Entries of the states of torch's optimizers that are 0-dimensional whatever the parameter's shape: counters, and the
 # rates and products of ASGD and NAdam.
@@ -68,49 +67,30 @@ def cast_state(state: Any, shape: torch.Size, old: torch.dtype, new: torch.dtype
     return state
 
 
+def widen_state(state: Any) -> None:
+    """Cast a parameter's 16-bit state to float32, because the parameter has got a float32 master."""
+    if not isinstance(state, dict):
+        return
+    values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if any(value.dtype in (torch.uint8, torch.int8) for value in values):
+        return  # codes, whose scales have dtypes of their own
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION:
+            state[key] = value.to(torch.float32)
+
+
 def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
-    """Cast the state of parameters that are cast without a master."""
+    """Cast the state of parameters that are cast without a master; the undo casts it back."""
     for optimizer in with_wrapped(optimizers):
-        known = {parameter for parameter in optimizer.state if parameter in casts}
-        undos.push(functools.partial(_cast_newer_states, weakref.ref(optimizer), casts, known))
-        for parameter in known:
-            old, new = casts[parameter]
-            state = optimizer.state[parameter]
-            undos.push(_restorer(state, dict(state), parameter.shape, (new, old)))
-            cast_state(state, parameter.shape, old, new, has_master=False)
+        undos.push(functools.partial(_cast_back, weakref.ref(optimizer), casts))
+        for parameter, state in optimizer.state.items():
+            if parameter in casts:
+                cast_state(state, parameter.shape, *casts[parameter], has_master=False)
 
 
-def _cast_newer_states(reference: weakref.ref[Optimizer], casts: Casts, known: set[torch.Tensor]) -> None:
+def _cast_back(reference: weakref.ref[Optimizer], casts: Casts) -> None:
     optimizer = reference()
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        if parameter in casts and parameter not in known:
+        if parameter in casts:
             old, new = casts[parameter]
             cast_state(state, parameter.shape, new, old, has_master=False)
-
-
-def _restorer(
-    state: dict[str, Any], before: dict[str, Any], shape: torch.Size, dtypes: tuple[torch.dtype, torch.dtype]
-) -> Callable[[], None]:
-    def restore() -> None:
-        # Values that no step has changed get their original bits; others are cast to the parameter's dtype.
-        present = dict(state)
-        cast_state(state, shape, *dtypes, has_master=False)
-        for key, value in before.items():
-            if key in present:
-                state[key] = _as_it_was(value, present[key], state[key])
-
-    return restore
-
-
-def _as_it_was(original: Any, present: Any, widened: Any) -> Any:
-    """Return ``widened``, with the original's elements where ``present`` is unchanged since the original was cast."""
-    if present is widened:  # the user has replaced it by a tensor of another dtype
-        return widened
-    if not isinstance(original, torch.Tensor) or original.shape != present.shape or original.is_meta:
-        return widened
-    here = local(original).to(present.device)
-    found = restore_unchanged(here, here.to(present.dtype), local(present))
-    if found is here and original.device == present.device:
-        return original
-    local(widened).copy_(found)
-    return widened

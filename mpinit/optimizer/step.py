@@ -1,314 +1,530 @@
-"""The parts of a step: checks of gradients, one decision of all ranks, and the optimizer's own step on masters."""
+"""An initialised optimizer: its patched methods, which decide on a step, run it on float32 masters, and count it."""
 
 import copy
+import enum
+import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from ..autocast.thread_flags import CastsOff, is_on
-from ..basics.bulk import grads_of
+from ..autocast.thread_flags import CastsAs, CastsOff, flags, is_on
+from ..basics.bulk import grads_of, have_grads
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
-from ..basics.running import call_after_backward, is_capturing, reads_without_sync
-from ..config.plan import Plan
+from ..basics.running import reads_without_sync
+from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
+from ..masters.states import EncodedStates, decode, decoded_state_dict
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import refuse_changes_in_forward
 from ..scaling.scaler import LossScaler
-from ..torch_internals.compiling_with_gradients import follow_dynamo, has_compiled
+from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
-from .gradient_state import SCALE, STEP_LATER, UNSCALE, Phase, check_of_grad_scaler
-from .gradients import Done, Gradients, GradientSample, largest
-from .members import Members
+from . import hooks
+from .gradients import Gradients, any_of, are_zero
+from .params import OptimizerParams, Snapshot
+from .per_parameter import steps_per_parameter
 from .ranks import Ranks
-from .scope import MasterSwap
+from .skipping import Skips
 
 STEP: Final = "optimizer.step()"
-_LATE: Final = (
-    "entries of model.state_dict() or masters of mpinit.master_params() were written to, and the forward pass has not "
-    "used the new numbers. It ran before the write, or torch.compile has compiled it: compiled code applies no writes. "
-    "The step will use them. Write before the forward pass; where that is compiled, write inside "
-    "`with mpinit.float32_weights(model)`"
+_LOAD: Final = "load_state_dict"
+_INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: {}"
+_LATER: Final = "move it behind the with-block"
+_STEP_LATER: Final = (
+    "move it behind the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
+    "scale: opt_level='O5' or loss_scale=1.0"
 )
-_WRITTEN: Final = (
-    "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
-    "addition compares or adds numbers that are not scaled. {}. Averages over ranks and masks are right here"
+_FIXED_SCALE: Final = (
+    "{} evaluates the loss more than once in a step, and a dynamic loss scale may move in between: choose bfloat16, "
+    "opt_level='O5', which needs no loss scale, or a fixed one, loss_scale=128.0"
+)
+_NOT_SCALED: Final = (
+    "optimizer.step() uses gradients that did not come through mpinit.scale_loss: they were not scaled, and small "
+    "ones may have become 0 in 16 bit. Use `with mpinit.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()`; where a torch.amp.GradScaler scales them, use mpinit.GradScaler(optimizer) in its place"
+)
+_NO_GRADIENT: Final = (
+    "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. They are not those "
+    "that the model computes with (was it copied, or wrapped in something that replaces them, after the optimizer was "
+    "made?), or the loss makes no use of any"
 )
 
-
-def _warn_of_late_writes(values: Float32Values, warned: set[str]) -> None:
-    """Warn once of writes to handed-out tensors that the last forward pass has not used."""
-    if _LATE not in warned and values.has_unapplied_writes():
-        warned.add(_LATE)
-        warn_user(_LATE)
+Closure = Callable[[], Any]
 
 
-class GradientChecks:
-    """The checks of one optimizer's gradients, around backward passes and before a step uses them.
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """The parts of a session that all of its optimizers use.
 
     Attributes:
-        skips: whether a step is skipped if its gradients contain inf or nan.
-        awaits_step: whether a loss of the optimizer was scaled, and no step was called since.
-        ranks: what the session shares with other processes.
-        writes: the watch for writes to scaled gradients.
+        states: the encoding of optimizer states between steps; None: they are float32.
+        scalers: the session's loss scalers.
+        params: the parameters of each optimizer. The list loses an optimizer's at the line at which that is freed,
+            which may be in a loop over it. So loops go over a copy, ``params[:]``.
     """
 
-    def __init__(self, members: Members, gradients: Gradients, plan: Plan, ranks: Ranks) -> None:
-        self.skips = plan.skips
-        self.awaits_step = False
-        self.ranks = ranks
-        self.writes = ScaledWrites(members)
-        self._members = members
-        self._gradients = gradients
-        self._plan = plan
-        self._due: dict[LossScaler, bool] = {}
+    plan: Plan
+    values: Float32Values
+    ranks: Ranks
+    states: EncodedStates | None
+    scalers: list[LossScaler]
+    params: list[OptimizerParams] = field(default_factory=list)
+
+
+class _Decision(enum.Enum):
+    RUN = enum.auto()
+    SKIP = enum.auto()
+    # A fused kernel skips by itself, so that the host need not wait for the device.
+    IN_KERNEL = enum.auto()
+
+
+class _Overflowed(Exception):
+    """An evaluation of a closure whose gradients contain inf or nan."""
+
+
+class ManagedOptimizer:
+    """What mpinit adds to one optimizer, which stays the object that it was.
+
+    The optimizer's patched methods keep this object alive; it refers to the optimizer weakly.
+
+    Attributes:
+        reference: a weak reference to the optimizer.
+        shared: the parts of its session.
+        params: the parameters in its groups.
+        gradients: their gradients.
+        skips: the counts of its steps, and its last overflow.
+        is_patched: whether its methods are patched.
+    """
+
+    def __init__(self, optimizer: Optimizer, shared: Shared) -> None:
+        self.reference = weakref.ref(optimizer)
+        self.shared = shared
+        self.params = OptimizerParams(self.reference, shared.values, shared.plan, shared.states)
+        widens_at_end = shared.plan.masters is MasterWeightsMode.FULL or shared.plan.properties.grad_dtype is not None
+        self.gradients = Gradients(self.params.weights, self.params.mastered, widens_at_end)
+        self.skips = Skips(self.params, shared.plan)
+        self.is_patched = False
+        self.inner = weakly_bound(optimizer.step, optimizer)
+        self._beneath_hooks = hooks.inside_hooks(optimizer.step)
+        # What skips_step() has decided for the next step.
+        self._decided: tuple[_Decision, torch.Tensor | None] | None = None
+        # True: the last loss has reached none of the parameters.
+        self._lacks_gradients = False
         self._warned: set[str] = set()
-        # How many forwards that were not compiled had run at the last step.
-        self._forwards = 0
 
-    # -- around backward passes -----------------------------------------------------------------------------------
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return self.params.optimizer
 
-    def before_backward(self) -> None:
-        """Prepare for the backward pass of a scaled loss."""
-        self._members.sync_groups()
-        self._members.values.apply_gradients()
-        _warn_of_late_writes(self._members.values, self._warned)
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip the step: the optimizer's ``step``."""
+        optimizer = self.optimizer
+        if not self.is_patched or self.params.is_open:
+            # The session has ended, or the optimizer's own code steps inside of one of its methods.
+            return self.inner(*(args if closure is None else (closure, *args)), **kwargs)
+        refuse_changes_in_forward("step()")
+        if closure is None and creates_state_only(optimizer):
+            self.check_unscaled(STEP, _STEP_LATER)
+            return self._with_hooks(lambda _, *args, **kwargs: self.run_own(*args, **kwargs), args, kwargs)
+        self._prepare()
+        decision, found_inf = _Decision.RUN, None
+        if closure is None:
+            decision, found_inf = self._decide()
+            if decision is _Decision.SKIP:
+                return self._skip()
+        elif self.shared.plan.is_dynamic:
+            raise RuntimeError(_FIXED_SCALE.format(f"{type(optimizer).__name__}.step(closure)"))
+        self.gradients.consume()
+        passed = args if closure is None and not args else (closure, *args)
+        run = functools.partial(self._step_once, found_inf if decision is _Decision.IN_KERNEL else None)
+        return self._with_hooks(run, passed, kwargs)
+
+    def _with_hooks(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``run(optimizer, *args, **kwargs)`` between the user's hooks, which see the weights in the groups."""
+        optimizer = self.optimizer
+        if self._beneath_hooks is None:
+            return run(optimizer, *args, **kwargs)  # a step that other code has replaced runs the hooks itself
+        return hooks.run_with_hooks(optimizer, run, (optimizer, *args), kwargs)
+
+    def _step_once(self, found_inf: torch.Tensor | None, _: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step that was decided on, and count it; hooks have been called with the weights in the groups."""
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
+            return self._step_with_closure(closure, *args, **kwargs)
+        if found_inf is None:
+            result = self.run_own(*args, **kwargs)
+            self.skips.count_stepped(self.optimizer)
+            return result
+        undos = UndoStack()
+        try:
+            undos.set_attribute(self.optimizer, "found_inf", found_inf)
+            undos.set_attribute(self.optimizer, "grad_scale", None)
+            result = self.run_own(*args, **kwargs)
+        finally:
+            undos.unwind()
+        self.skips.count_in_kernel(found_inf)
+        return result
+
+    def run_own(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the optimizer's own step on masters: in one call, or in one call per bucket of parameters."""
+        params = self.params
+        if self.gradients.widens_at_end:
+            params.sync()
+            self.gradients.widen()  # those of a plain backward pass
+        with ExitStack() as stack:
+            if is_on():
+                stack.enter_context(CastsOff())  # the casts of O1
+            if not params.steps_in_parts:
+                stack.enter_context(params.masters_in_groups())
+                result = self._call(*args, **kwargs)
+            else:
+                result = None
+                for _ in stack.enter_context(params.parts_in_groups()):
+                    result = self._call(*args, **kwargs)
+        renew_weight_casts()
+        if self.shared.plan.masters is MasterWeightsMode.IN_MODEL:
+            # Fused kernels do not count their writes. The casts of these weights have to be made anew.
+            torch.autograd.graph.increment_version(params.weights)
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's own step, without hooks, while masters are in the groups."""
+        optimizer, step = self.optimizer, self._beneath_hooks
+        call = self.inner if step is None else functools.partial(step, optimizer)
+        with (
+            unfused(self.params.groups_without_fused),
+            torch.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"),
+        ):
+            return call(*args, **kwargs)
+
+    def _prepare(self) -> None:
+        """Refuse, or warn of, gradients that a step should not use."""
+        self.params.sync()
+        self.check_unscaled(STEP, _STEP_LATER)
+        self.shared.values.before_use()
+        self.shared.ranks.guard.written.before_step()
+        if self.shared.ranks.is_first_step or is_distributed():
+            self.shared.ranks.before_step(self.params.weights)
+        # An LR scheduler warns if no step came before it. A skipped step counts as one.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._lacks_gradients:
+            self._lacks_gradients = False
+            if not have_grads(self.params.weights) and any(weight.requires_grad for weight in self.params.weights):
+                self.shared.ranks.guard.check_present()
+                self._warn_once(_NO_GRADIENT)
+
+    def _decide(self) -> tuple[_Decision, torch.Tensor | None]:
+        """Decide with all ranks what a step does, and move the scales that are to move in the step.
+
+        Returns:
+            The decision, and whether gradients contain inf or nan; None where that is not known.
+        """
+        if self._decided is not None:
+            decided, self._decided = self._decided, None
+            return decided
+        found_inf = self._found_inf()
+        found_inf = self._reduced(found_inf)
+        for scaler in self.shared.scalers:
+            scaler.update()
+        if found_inf is None:
+            return _Decision.RUN, None
+        if not reads_without_sync(found_inf.device) and self._skips_in_kernel():
+            return _Decision.IN_KERNEL, found_inf
+        return _Decision.SKIP if found_inf.item() > 0 else _Decision.RUN, found_inf
+
+    def _found_inf(self) -> torch.Tensor | None:
+        """Return whether the gradients that the next step uses contain inf or nan; None where it is not to be known."""
+        plan, gradients = self.shared.plan, self.gradients
+        self.skips.checked_before = None
+        if not plan.skips or getattr(self.optimizer, "found_inf", None) is not None:
+            return None  # torch.amp.GradScaler passes a fused step what it has found
+        if gradients.is_fresh and not plan.properties.skip_nonfinite:
+            return gradients.found_inf
+        found_inf = gradients.check()
+        if found_inf is None:
+            return gradients.found_inf
+        if plan.is_dynamic and not any(scaler.has_scaled for scaler in self.shared.scalers):
+            self._warn_once(_NOT_SCALED)
+        self.skips.checked_before = gradients.found_inf if gradients.is_fresh else None
+        return any_of(gradients.found_inf, found_inf)
+
+    def _reduced(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the largest result of all ranks, where something can be skipped; also that of each scaler."""
+        if not (is_distributed() and self.shared.plan.skips):
+            return found_inf
+        weights = self.params.weights
+        return self.shared.ranks.reduce(found_inf, weights[0].device if weights else torch.device("cpu"))
+
+    def _skips_in_kernel(self) -> bool:
+        optimizer: Any = self.optimizer
+        are_fused = all(group.get("fused") for group in optimizer.param_groups)
+        return are_fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def _skip(self) -> None:
+        self.gradients.consume()
+        self.skips.skip()
+        renew_weight_casts()
+
+    def skips_step(self) -> bool:
+        """Skip the next step now if gradients overflowed; otherwise return False, and the caller calls ``step``.
+
+        A GradScaler and Accelerate call this before ``step``, so that wrappers of ``step`` do not see a skipped step.
+        """
+        if not self.is_patched:
+            return False
+        self._prepare()
+        decision, found_inf = self._decide()
+        if decision is _Decision.SKIP:
+            self._skip()
+            return True
+        self._decided = decision, found_inf
+        return False
+
+    # -- a step with a closure ------------------------------------------------------------------------------------
+
+    def _step_with_closure(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """Step with a closure: while it runs, the groups contain the weights, and O1's casts are on.
+
+        A step in which gradients of an evaluation contain inf or nan is skipped, where steps are skipped at all: the
+        weights are those from before it.
+        """
+        optimizer, params = self.optimizer, self.params
+        casts = flags() if is_on() else None
+        skips = self.shared.plan.skips
+        evaluates_first = steps_per_parameter(optimizer)
+
+        def evaluate() -> Any:
+            with params.weights_in_groups(), ExitStack() as stack:
+                if casts is not None:
+                    stack.enter_context(CastsAs(casts))
+                renew_weight_casts()  # LBFGS changes weights between two evaluations of one step
+                loss = closure()
+                self.check_unscaled(STEP, _STEP_LATER)
+                found_inf = self._reduced(self._found_inf())
+                self.gradients.consume()
+                if found_inf is not None and found_inf.item() > 0:
+                    raise _Overflowed
+                return loss
+
+        before = Snapshot(params) if skips and not evaluates_first else None
+        try:
+            with CastsOff():
+                if evaluates_first:
+                    # torch's optimizers evaluate the loss once, before anything else.
+                    with torch.enable_grad():
+                        result = evaluate()
+                    params.sync()
+                    self.run_own(*args, **kwargs)
+                else:
+                    with params.masters_in_groups():
+                        result = self._call(evaluate, *args, **kwargs)
+        except BaseException as error:
+            if before is not None:
+                before.restore()
+            if not isinstance(error, _Overflowed):
+                raise
+            self._skip()
+            return None
+        renew_weight_casts()
+        self.skips.count_done()
+        return result
+
+    # -- around a block -------------------------------------------------------------------------------------------
+
+    def before_block(self) -> None:
+        """Prepare for a ``scale_loss`` block."""
+        self.params.sync()
+        self._decided = None
         follow_dynamo()
 
-    def after_backward(self) -> None:
-        """Include parameters that were added to the groups during a backward pass: their gradients are still scaled."""
-        if not self._members.are_as_seen():
-            self._members.sync_groups()
-            self._members.values.apply_writes()
+    def after_block(self, loss: torch.Tensor, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+        """Remember a block whose backward pass has ended, for the report of an overflow."""
+        self.skips.after_block(loss, scaler, scale)
+        self._lacks_gradients = not have_grads(self.params.weights)
 
-    def unscale(self, scaler: LossScaler, done: Done) -> bool:
-        """Unscale and check the gradients of a GradScaler's losses.
+    def check_unscaled(self, what: str, instead: str = _LATER) -> None:
+        """Refuse to use gradients inside of a block.
 
-        Returns:
-            Whether there are gradients.
-        """
-        check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
-        were_written = self.writes.were_done()
-        self._members.sync_groups()
-        self._members.values.apply_gradients()
-        present = bool(self._gradients.present())
-        found_inf = self._gradients.unscale(scaler, done, is_block=False)
-        if found_inf is not None:
-            scaler.record_found_inf(found_inf)
-        if were_written:
-            self.writes.report(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
-        return present
-
-    def before_grad_scaler(self, scaler: LossScaler) -> None:
-        """Prepare present gradients, which a GradScaler is about to multiply by its scale.
-
-        It is called for each optimizer before the gradients of any are multiplied.
+        Args:
+            what: the call that would use them.
+            instead: what to do.
 
         Raises:
-            RuntimeError: they are scaled by another loss's scale, or a ``scale_loss`` block is open.
+            RuntimeError: a block is open.
         """
-        gradients = self._gradients
-        if gradients.present() or gradients.state.is_open:
-            check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
-        self._members.sync_groups()
-        self._members.values.apply_gradients()
-        gradients.widen()
+        if self.gradients.is_scaled:
+            raise RuntimeError(_INSIDE_BLOCK.format(what, instead))
 
-    # -- before a step --------------------------------------------------------------------------------------------
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text)
 
-    def prepare(self, what: str = STEP) -> None:
-        """Refuse or warn of gradients that a step should not use, and decide with all ranks whether they overflowed.
+    # -- its parameters -------------------------------------------------------------------------------------------
 
-        Args:
-            what: the name of the step, or of a half of one, for messages.
-        """
-        self._members.sync_groups()
-        self.check_gradients(what)
-        values, forwards = self._members.values, self.ranks.guard.eager_forwards
-        if has_compiled() and forwards == self._forwards:
-            _warn_of_late_writes(values, self._warned)  # after a plain backward pass, which nothing checks
-        self._forwards = forwards
-        values.apply_writes()
-        self.agree()
-        # An LR scheduler warns if no step came before it. A skipped step counts as one.
-        self._members.optimizer._opt_called = True  # type: ignore[attr-defined]
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the model's parameters in its groups, each once, in their order."""
+        return self.params.parameters()
 
-    def prepare_state_only(self) -> None:
-        """Refuse scaled gradients before a step that only creates the optimizer's state."""
-        self._gradients.check_unscaled(STEP, STEP_LATER)
-        self._members.values.apply_writes()
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """Yield the groups' parameters in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
+        self.check_unscaled("mpinit.master_params()")
+        self.params.sync()
+        self.shared.values.apply_writes()
+        if self.gradients.widens_at_end:
+            self.gradients.widen()
+        yield from self.shared.values.hand_out(self.params.parameters())
 
-    def update_scale_later(self, scaler: LossScaler, is_local: bool) -> None:
-        """Update a loss scale at the next step; without a step, when the next loss is scaled.
-
-        Args:
-            is_local: whether the scaler has no result of its own, because the pass was in ``no_sync()``: what the step
-                finds counts.
-        """
-        self._due[scaler] = is_local
-
-    def forget_update(self, scaler: LossScaler) -> None:
-        """Do not update a loss scale at the next step: it was updated now."""
-        self._due.pop(scaler, None)
-
-    def agree(self) -> None:
-        """Decide with all ranks, once a step, whether gradients overflowed, and update the scales that are due."""
-        if self.ranks.is_first_step or is_distributed():
-            self.ranks.before_step(self._members.weights)
-        self.awaits_step = False
-        if not self._gradients.are_decided():
-            self._decide()
-
-    def agree_on_evaluation(self) -> None:
-        """Decide with all ranks whether the gradients of one evaluation of a closure overflowed."""
-        self.check_gradients(STEP)
-        self._decide()
-
-    def _decide(self) -> None:
-        self._check_again()
-        if is_distributed() and self.skips:
-            state, weights = self._gradients.state, self._members.weights
-            device = weights[0].device if weights else torch.device("cpu")
-            found_inf = self.ranks.reduce(state.found_inf, device)
-            if self.ranks.groups and found_inf is not None:
-                self._gradients.decide(found_inf)
-            # A pass in no_sync() has left its overflow to the check of the gradients that this step uses.
-            for scaler, is_local in self._due.items():
-                if is_local and scaler.found_inf is None and found_inf is not None:
-                    scaler.record_found_inf(found_inf)
-        for scaler in self._pop_due():
-            scaler.update()
-
-    def agree_without_step(self) -> bool:
-        """Update the scales of gradients whose step no rank has called.
-
-        Returns:
-            Whether they overflowed; reading that is a device sync.
-        """
-        self.awaits_step = False
-        found_inf = self._gradients.state.found_inf
-        if self.ranks.groups:
-            # All ranks begin this block without gradients: those of the last one were cleared, and no step was called.
-            if self._gradients.present():
-                return False
-            found_inf = self.ranks.reduce(found_inf, self._members.weights[0].device)
-        for scaler in self._pop_due():
-            scaler.update()
-        if found_inf is None or is_capturing():
-            return False
-        return bool(found_inf.item() > 0)
-
-    def _pop_due(self) -> list[LossScaler]:
-        due, self._due = list(self._due), {}
-        return due
-
-    def _check_again(self) -> None:
-        """Check the gradients that a step is about to use: new ones, and those that were written to since a check."""
-        if self._gradients.state.checked:
-            self._gradients.update_state()
-        self._check_stepped()
-
-    def _check_stepped(self) -> None:
-        # torch.amp.GradScaler passes its own found_inf to a fused step.
-        is_checked = getattr(self._members.optimizer, "found_inf", None) is not None
-        if self.skips and not is_checked and any(weight.grad is not None for weight in self._members.weights):
-            self._gradients.check()
-
-    def hooks_wrote_nonfinite(self) -> bool:
-        """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False if a kernel skips.
-
-        In a process group it is False, too: ranks have agreed on the step before the hooks ran.
-        """
-        before = self._gradients.state.found_inf
-        if not self.skips or is_distributed():
-            return False
-        self._check_stepped()
-        is_known = self._gradients.state.found_inf is before or self.skips_in_kernel()
-        return not is_known and self._gradients.overflowed()
-
-    def skips_in_kernel(self) -> bool:
-        """Return whether a kernel can skip the step by itself, so that the host needs no device sync."""
-        found_inf = self._gradients.state.found_inf
-        return found_inf is not None and not reads_without_sync(found_inf.device) and self._has_skipping_kernel()
-
-    def _has_skipping_kernel(self) -> bool:
-        optimizer: Any = self._members.optimizer
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-    # -- refusals and warnings ------------------------------------------------------------------------------------
-
-    def check_gradients(self, what: str) -> None:
-        """Refuse gradients that are still scaled; warn if gradients were never scaled, or if there are none."""
-        gradients = self._gradients
-        gradients.check_unscaled(what, STEP_LATER if what == STEP else "move it after the with-block")
-        if gradients.came_through_scaling():
-            return
-        if not gradients.present():
-            if gradients.state.phase is Phase.EMPTY and gradients.state.scaler is not None and what == STEP:
-                self.warn_no_gradient()
-            return
-        is_scaled = self._plan.loss_scale != 1.0
-        if is_scaled and "unscaled" not in self._warned:
-            self._warned.add("unscaled")
-            warn_user(
-                f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled, and "
-                "small ones may have become 0 in 16 bit. Use "
-                "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`; where a "
-                "torch.amp.GradScaler scales them, pass mpinit.initialize loss_scale=1.0"
-            )
-
-    def warn_no_gradient(self) -> None:
-        """Warn once that a loss was scaled, and no parameter has a gradient."""
-        if "none" not in self._warned and any(weight.requires_grad for weight in self._members.weights):
-            self._warned.add("none")
-            self.ranks.guard.check_present()
-            warn_user(
-                "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. "
-                "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
-                "them, after the optimizer was made?), or the loss makes no use of any"
-            )
+    def gradients_to_clip(self) -> list[nn.Parameter]:
+        """Return the parameters whose ``grad`` the next step uses."""
+        self.check_unscaled("mpinit.clip_grad_norm_()")
+        self.params.sync()
+        self.shared.values.apply_writes()
+        if self.gradients.widens_at_end:
+            self.gradients.widen()
+        return self.params.parameters()
 
 
-class ScaledWrites:
-    """A watch for writes to scaled gradients, as by clipping inside the ``scale_loss`` block.
+def renew_weight_casts() -> None:
+    """Drop O1's casts of weights, after an optimizer may have changed weights inside of a forward.
 
-    It records the versions of a few gradients at the end of the backward pass of a scaled loss.
+    They are in torch's cache until the outermost forward ends. Outside of forwards there are none.
+
+    Raises:
+        RuntimeError: a forward runs with the casts of ``master_weights="model"``.
     """
+    torch.clear_autocast_cache()
+    refuse_changes_in_forward("a method of the optimizer that changes weights")
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
-        self._has_warned = False
-        self._recorded: GradientSample | None = None
 
-    def watch(self, scaled: torch.Tensor) -> None:
-        """Record the versions at the end of the backward pass of a scaled loss.
+def creates_state_only(optimizer: Optimizer) -> bool:
+    """Return whether the next step only creates the optimizer's state, as when torch's checkpoints call ``step``.
 
-        A hook on the loss queues the recording, so its cost does not grow with the number of parameters.
-        """
-        self._recorded = None
-        if not self._has_warned:
-            scaled.register_hook(lambda _: call_after_backward(self._record))  # type: ignore[no-untyped-call]
+    Such a step has no state before, and learning rates and gradients of 0. It is not counted, and ranks do not agree on
+    it, because not every rank needs it.
+    """
+    if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+        return False
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
+    return bool(gradients) and are_zero(gradients)
 
-    def _record(self) -> None:
-        self._recorded = GradientSample(self._members.weights)
 
-    def were_done(self) -> bool:
-        """Return whether gradients were written to since the backward pass ended, and clear the recorded versions."""
-        recorded, self._recorded = self._recorded, None
-        return recorded is not None and recorded.was_written()
+def _is_zero(rate: Any) -> bool:
+    return not (isinstance(rate, torch.Tensor) and not reads_without_sync(rate.device)) and bool(rate == 0)
 
-    def report(self, scale: torch.Tensor, instead: str) -> None:
-        """Warn once of such a write, with the place to move it to."""
-        if not self._has_warned and not is_capturing():
-            self._has_warned = True
-            if scale.item() != 1.0:
-                warn_user(_WRITTEN.format(scale.item(), instead))
+
+# -- its patched methods ----------------------------------------------------------------------------------------------
+
+
+def check_scale(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse a sharpness-aware optimizer, whose two half steps use two losses, with a dynamic scale."""
+    if plan.is_dynamic and all(hasattr(optimizer, name) for name in ("first_step", "second_step")):
+        raise ValueError(_FIXED_SCALE.format(type(optimizer).__name__))
+
+
+def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
+    """Patch an optimizer's methods, which then run on float32 masters.
+
+    Args:
+        owner: an object that the patched methods keep alive.
+    """
+    optimizer, known, states = managed.optimizer, managed.reference, managed.shared.states
+
+    def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self is not known():
+            # A copy of the optimizer has the method as an attribute.
+            return type(self).step(self, closure, *args, **kwargs)
+        return managed.step(closure, *args, **kwargs)
+
+    step.owner = owner  # type: ignore[attr-defined]
+    step.managed = managed  # type: ignore[attr-defined]
+    if hasattr(managed.inner, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    methods: list[Any] = [step, *(_on_masters(managed, name) for name in (_LOAD, *_own_methods(optimizer)))]
+    undos.push(functools.partial(_end, managed))
+    if states is not None:
+        undos.push(functools.partial(_decode_states, managed))
+        with managed.params.masters_in_groups():
+            pass  # the end encodes the state that the optimizer has already
+        for holder in managed.params.holders():
+            if hasattr(holder, "_optimizer_state_dict_post_hooks"):
+                undos.push(holder.register_state_dict_post_hook(lambda _, state: decoded_state_dict(state)).remove)
+    for function in methods:
+        # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is made later
+        # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the
+        # optimizer's own.
+        undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
+    managed.is_patched = True
+
+
+def _end(managed: ManagedOptimizer) -> None:
+    managed.is_patched = False
+    managed.params.release()
+
+
+def _decode_states(managed: ManagedOptimizer) -> None:
+    """Convert the optimizer's state back to float32, unless it was freed."""
+    if managed.reference() is None:
+        return
+    managed.params.close()
+    for holder in managed.params.holders():
+        decode([state for state in holder.state.values() if isinstance(state, dict)])
+
+
+def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
+    """Make a method that runs one of the optimizer's own methods on float32 masters."""
+    optimizer, known = managed.optimizer, managed.reference
+    inner = weakly_bound(getattr(optimizer, name), optimizer)
+
+    @functools.wraps(getattr(inner, "__func__", inner))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not known():
+            return getattr(type(self), name)(self, *args, **kwargs)
+        params, values = managed.params, managed.shared.values
+        if not managed.is_patched or params.is_open or (name == _LOAD and values.masters.are_in_model):
+            return inner(*args, **kwargs)
+        managed.check_unscaled(f"optimizer.{name}()")
+        values.apply_writes()
+        with CastsOff():
+            if name == _LOAD:
+                with params.masters_in_groups_for_load():
+                    result = inner(*args, **kwargs)
+            else:
+                with params.masters_in_groups():
+                    result = inner(*args, **kwargs)
+        renew_weight_casts()
+        return result
+
+    method.__name__ = name
+    return method
+
+
+def _own_methods(optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's public methods that torch's do not have, such as schedule-free's ``eval``."""
+    known = set(dir(Optimizer))
+    names = dict.fromkeys([name for cls in type(optimizer).__mro__ for name in vars(cls)])
+    return [
+        name
+        for name in names
+        if not name.startswith("_")
+        and name not in known
+        and inspect.isfunction(getattr(type(optimizer), name, None))
+        and not isinstance(inspect.getattr_static(type(optimizer), name), staticmethod)
+    ]
 
 
 class WeakMethod:
@@ -363,78 +579,3 @@ def weakly_bound(method: Any, owner: object) -> Any:
     if type(method) is types.MethodType and method.__self__ is owner:
         return WeakMethod(method.__func__, owner)
     return method
-
-
-class OwnStep:
-    """The ``step`` that an optimizer had when it was initialised.
-
-    Attributes:
-        inner: that method.
-        scope: the swap that puts float32 masters into the groups while it runs.
-    """
-
-    def __init__(self, optimizer: Optimizer, members: Members, scope: MasterSwap) -> None:
-        self.inner: Callable[..., Any] = weakly_bound(optimizer.step, optimizer)
-        self.scope = scope
-        self._members = members
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Step without a closure: in one call, or in one call per bucket of parameters."""
-        if is_on():
-            with CastsOff():
-                return self.run(*args, **kwargs)
-        scope = self.scope
-        if not scope.steps_in_parts:
-            with scope.open():
-                return self.call(*args, **kwargs)
-        result = None
-        with scope.by_part() as parts:
-            for _ in parts:
-                result = self.call(*args, **kwargs)
-        return result
-
-    def run_in_kernel(self, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a fused step whose kernel skips if ``found_inf`` is above 0."""
-        undos = UndoStack()
-        try:
-            undos.set_attribute(self._members.optimizer, "found_inf", found_inf)
-            undos.set_attribute(self._members.optimizer, "grad_scale", None)
-            return self.run(*args, **kwargs)
-        finally:
-            undos.unwind()
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method itself while :attr:`scope` is open."""
-        if not self._members.groups_without_fused:
-            return self.inner(*args, **kwargs)
-        with unfused(self._members.groups_without_fused):
-            return self.inner(*args, **kwargs)
-
-
-def renew_weight_casts() -> None:
-    """Drop O1's casts of weights, after an optimizer may have changed weights inside of a forward.
-
-    They are in torch's cache until the outermost forward ends. Outside of forwards there are none.
-
-    Raises:
-        RuntimeError: a forward runs with the casts of ``master_weights="model"``.
-    """
-    torch.clear_autocast_cache()
-    refuse_changes_in_forward("a method of the optimizer that changes weights")
-
-
-def creates_state_only(optimizer: Optimizer) -> bool:
-    """Return whether the next step only creates the optimizer's state, as when torch's checkpoints call ``step``.
-
-    Such a step has no state before, and learning rates and gradients of 0. It is not counted, and ranks do not agree on
-    it, because not every rank needs it.
-    """
-    if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
-        return False
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
-    return bool(gradients) and largest(gradients, gradients[0].device).item() == 0
-
-
-def _is_zero(rate: Any) -> bool:
-    return not (isinstance(rate, torch.Tensor) and not reads_without_sync(rate.device)) and bool(rate == 0)

@@ -1,6 +1,5 @@
 """A loss scaler: a fixed scale, or one that a :class:`DynamicLossScale` moves, and its counters on a device."""
 
-import weakref
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 
 from ..basics.logs import log
-from ..basics.running import reads_without_sync
 from ..config.loss_scale import (
     LARGEST_COUNT,
     LARGEST_SCALE,
@@ -19,19 +17,6 @@ from ..config.loss_scale import (
 )
 
 
-class UsedScale:
-    """The scale that some gradients are multiplied by: the scaler's own until that changes.
-
-    Attributes:
-        before: the scale, 0-dimensional, if the scaler's was updated, set or loaded since; otherwise None.
-    """
-
-    __slots__ = ("__weakref__", "before")
-
-    def __init__(self) -> None:
-        self.before: torch.Tensor | None = None
-
-
 class LossScaler:
     """A loss scale and its counters.
 
@@ -40,17 +25,13 @@ class LossScaler:
     Attributes:
         loss_id: the number of the loss, below ``num_losses``.
         skip_nonfinite: whether gradients are checked also where the scale does not move.
-        scaled_count: how often a loss was scaled.
-        changed_count: how often a loss was scaled for the first time after the scale was loaded, set or lowered, or its
-            rule was changed. Growth does not count: ranks that reduce gradients together grow their scales together.
-        is_changed: whether the next scaled loss counts in ``changed_count``.
-        changed_to: the :meth:`counters` and the rule with which that loss was scaled.
+        has_scaled: whether a loss was scaled.
         found_inf: the result of gradient checks since the last update, a 0-dimensional tensor above 0 for inf or nan;
             None without a check.
     """
 
     def __init__(self, rule: LossScale, loss_id: int = 0, skip_nonfinite: bool = False) -> None:
-        self._rule = self._first_rule = rule
+        self._rule = rule
         self.loss_id = loss_id
         self.skip_nonfinite = skip_nonfinite
         first = rule.init if isinstance(rule, DynamicLossScale) else rule
@@ -64,11 +45,8 @@ class LossScaler:
             torch.tensor(hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._before_meta = self._state
+        self.has_scaled = False
         self.found_inf: torch.Tensor | None = None
-        self.scaled_count = self.changed_count = 0
-        self.changed_to: tuple[torch.Tensor, LossScale] | None = None
-        self.is_changed = False
-        self._used: weakref.ref[UsedScale] | None = None
 
     @property
     def rule(self) -> LossScale:
@@ -77,7 +55,6 @@ class LossScaler:
 
     @rule.setter
     def rule(self, rule: LossScale) -> None:
-        self.is_changed |= rule != self._rule
         self._rule = rule
         if isinstance(rule, DynamicLossScale):
             # torch grows the scale when the count equals the interval; a count above it would never be equal.
@@ -118,42 +95,20 @@ class LossScaler:
         Returns:
             A float32 tensor of the same shape (float64 stays float64).
         """
-        self.scaled_count += 1
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if self.is_identity:
             return loss
+        self.has_scaled = True
         self.to(loss.device)
-        if self.is_changed:
-            self.is_changed = False
-            self.changed_count += 1
-            self.changed_to = self.counters(), self._rule
         return loss * self._state[0]
 
-    def inverse_scale(self, used: UsedScale | None = None) -> torch.Tensor:
-        """Return the reciprocal of the scale, or of a used one: 0-dimensional, float32, on the scaler's device."""
-        scale = self._state[0] if used is None or used.before is None else used.before.to(self.device)
-        return scale.double().reciprocal().float()
+    def scale_now(self) -> torch.Tensor:
+        """Return a copy of the scale, 0-dimensional; later updates do not change it."""
+        return self._state[0].clone()
 
-    def scale_now(self, used: UsedScale | None = None) -> torch.Tensor:
-        """Return a copy of the scale, or of a used one: 0-dimensional; later updates do not change it."""
-        if used is None or used.before is None:
-            return self._state[0].clone()
-        return used.before.to(self.device)
-
-    def used_scale(self) -> UsedScale:
-        """Return the present scale for gradients that are about to be multiplied by it."""
-        used = None if self._used is None else self._used()
-        if used is None:
-            used = UsedScale()
-            self._used = weakref.ref(used)
-        return used
-
-    def _keep_used(self) -> None:
-        """Keep the scale that gradients are multiplied by at the moment, before another is set."""
-        used = None if self._used is None else self._used()
-        if used is not None:
-            used.before = self._state[0].clone()
-        self._used = None
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale and the number of good updates, 0-dimensional; updates write to them."""
+        return self._state[0], self._state[1]
 
     def loss_scale(self) -> float:
         """Return the scale as a float; this needs a device sync."""
@@ -162,14 +117,7 @@ class LossScaler:
     def set_scale(self, scale: float) -> None:
         """Set the scale; the counters do not change."""
         check_scale(scale)
-        self._keep_used()
         self._state[0].fill_(scale)
-        self.is_changed = True
-
-    def copy_scale(self, scale: torch.Tensor) -> None:
-        """Set the scale to that of another rank, a 0-dimensional tensor, without a device sync."""
-        self._keep_used()
-        self._state[0].copy_(scale)
 
     @property
     def unskipped(self) -> int:
@@ -187,20 +135,12 @@ class LossScaler:
             found_inf = found_inf.to(self.device)
             self.found_inf = found_inf.clone() if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
 
-    def update(self, may_wait: bool = False) -> None:
-        """Update the scale by the checks since the last update; do nothing if there was no check.
-
-        Args:
-            may_wait: whether an overflow is counted in :attr:`changed_count` if reading it is a device sync. Otherwise
-                the step that is skipped for it sets :attr:`is_changed`.
-        """
+    def update(self) -> None:
+        """Update the scale by the checks since the last update; do nothing if there was no check."""
         found_inf, self.found_inf = self.found_inf, None
         rule, (scale, unskipped, tolerance) = self._rule, self._state
         if found_inf is None or not isinstance(rule, DynamicLossScale):
             return
-        if (may_wait or reads_without_sync(found_inf.device)) and found_inf.item() > 0:
-            self.is_changed = True
-        self._keep_used()
         if rule.hysteresis > 1:
             overflow = found_inf > 0
             grows = ~overflow & (unskipped + 1 >= rule.growth_interval)
@@ -221,10 +161,8 @@ class LossScaler:
 
     def load_counters(self, counters: torch.Tensor) -> None:
         """Set the state to the :meth:`counters` of a scaler with the same rule, on any device."""
-        self._keep_used()
         for number, loaded in zip(self._state, counters.unbind(), strict=True):
             number.copy_(loaded)
-        self.is_changed, self.changed_to = self._rule != self._first_rule, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers.
@@ -260,9 +198,7 @@ class LossScaler:
             kind = "dynamic within its limits" if self.is_dynamic else "static"
             log.info("the saved loss scale %s is not used: here it is %s, and is %s now", saved, kind, scale)
         follows = self.is_dynamic and scale == saved
-        self._keep_used()
         self._state[0].fill_(check_scale(scale))
-        self.is_changed |= self.is_dynamic
         self.unskipped = int(state["unskipped"]) if follows else 0
         self._state[2].fill_(min(int(state.get("tolerance", hysteresis)) if follows else hysteresis, hysteresis))
         self.found_inf = None

@@ -8,9 +8,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.1
 dynamo's ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
 ``torch._dynamo.reset()`` drops the callbacks of compilations. :func:`follow_dynamo` registers them again when the next
-backward pass begins. :func:`has_compiled` uses the same callbacks.
-
-Compiled autograd has the same fault; hiding gradients does not help there, and torch's error is raised.
+backward pass begins.
 """
 
 import sys
@@ -26,7 +24,6 @@ from ..basics.weak_references import WeakIdSet
 
 _models: Final[WeakIdSet[nn.Module]] = WeakIdSet()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
-_compiled: Final[list[bool]] = [False]
 
 
 def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
@@ -54,13 +51,7 @@ def follow_dynamo() -> None:
         dynamo.callback_handler.register_end_callback(_put_back)
 
 
-def has_compiled() -> bool:
-    """Return whether a function was compiled in this process since the first session with 16-bit tensors."""
-    return _compiled[0]
-
-
 def _hide(_: Any) -> None:
-    _compiled[0] = True
     if current_pass() != -1:
         return  # the backward pass is accumulating gradients
     for model in list(_models):

@@ -141,14 +141,13 @@ def test_recipes_end_near_float32_and_at_o0_on_its_bits(recipe: Recipe, setting:
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("O2")])
 @each_recipe
 def test_torchs_own_grad_scaler_has_the_same_bits(recipe: Recipe, setting: str, fused: bool) -> None:
-    if setting == "O2-split" and device().type != "cpu":
-        pytest.skip("torch's GradScaler refuses gradients in bfloat16 there")
-
     def make(parameters: Any) -> AdamW:
         return AdamW(parameters, lr=0.01, fused=fused)
 
-    theirs, their_state = trained(recipe, torchs_own, make, **SETTINGS[setting] | {"loss_scale": 1.0})
-    ours, state = trained(recipe, mpinit.GradScaler, make, **SETTINGS[setting])
+    # torch's refuses float16 gradients, and unscales bfloat16 ones in bfloat16.
+    given = SETTINGS[setting] | ({} if setting == "O2-model" else {"grad_dtype": torch.float32})
+    theirs, their_state = trained(recipe, torchs_own, make, **given | {"loss_scale": 1.0})
+    ours, state = trained(recipe, mpinit.GradScaler, make, **given)
     same(theirs, ours)
     assert their_state == state
 
@@ -223,17 +222,13 @@ def test_setters_and_states_are_torchs() -> None:
     assert theirs.state_dict() == scaler.state_dict()
     saved = torch.amp.GradScaler(device().type, init_scale=2.0, growth_factor=4.0, growth_interval=7).state_dict()
     scaler.load_state_dict(saved)
-    for wrong in ({"scale": 2.0}, saved | {"scale": -1.0}, saved | {"growth_factor": "x"}):
-        with pytest.raises(ValueError):
-            scaler.load_state_dict(wrong)
+    with pytest.raises(ValueError):
+        scaler.load_state_dict(saved | {"scale": -1.0})
     for wrong_scale in (0.0, float("nan"), "x"):
         with pytest.raises(ValueError):
             scaler.update(wrong_scale)
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         scaler.load_state_dict({})
-    for wrong_interval in (0, 1.5, True):
-        with pytest.raises(ValueError, match="growth_interval must be a whole number above 0"):
-            scaler.set_growth_interval(wrong_interval)
     assert scaler.state_dict() == saved
     scaler.update(torch.tensor([32.0]))
     assert scaler.get_scale() == 32.0 == mpinit.loss_scale(optimizer)
@@ -246,9 +241,6 @@ def test_scalers_of_two_losses() -> None:
     second.update(32.0)
     assert (first.get_scale(), second.get_scale()) == (8.0, 32.0)
     first.scale(mse(model, batches(1)[0])).backward()
-    for call in (lambda: second.scale(mse(model, batches(1)[0])), lambda: second.unscale_(optimizer)):
-        with pytest.raises(RuntimeError, match="scaled by the scale of another loss"):
-            call()
     first.step(optimizer)
     with pytest.raises(ValueError, match="loss_id=2"):
         mpinit.GradScaler(optimizer, loss_id=2)
@@ -257,14 +249,10 @@ def test_scalers_of_two_losses() -> None:
 @pytest.mark.parametrize(
     ("given", "keywords", "said"),
     [
-        (("cuda",), {}, r"GradScaler\('cuda'\): .*initialize\(model, optimizer\), and .*GradScaler\(optimizer\)"),
-        (
-            (),
-            {"init_scale": 1024.0, "device": "cuda"},
-            r"optimizer, loss_scale=mpinit.DynamicLossScale\(init=1024.0\)\), and",
-        ),
-        ((), {"growth_interval": 100}, r"optimizer, loss_scale=mpinit.DynamicLossScale\(growth_interval=100\)\)"),
-        ((), {}, r"needs the optimizer that was initialised"),
+        (("cuda",), {}, r"mpinit.GradScaler\(optimizer\).*loss_scale='dynamic'"),
+        ((), {"init_scale": 1024.0, "device": "cuda"}, r"loss_scale=mpinit.DynamicLossScale\(init=1024.0\)"),
+        ((), {"growth_interval": 100}, r"loss_scale=mpinit.DynamicLossScale\(growth_interval=100\)"),
+        ((), {}, r"belongs to an initialised optimizer"),
         ((), {"scale": 2.0}, "has no argument 'scale'; it has owners, loss_id and enabled"),
     ],
 )
@@ -283,7 +271,7 @@ def test_optimizers_of_no_session_or_another() -> None:
         mpinit.GradScaler([])
     scaler.scale(torch.ones(()))
     mpinit.initialize(model, other, "O2")
-    with pytest.raises(ValueError, match="make one for each session"):
+    with pytest.raises(TypeError, match="is no optimizer of session"):
         scaler.step(other)
     with pytest.raises(ValueError, match="at once"):
         mpinit.GradScaler([optimizer, other])
@@ -303,100 +291,39 @@ def test_disabled(how: str) -> None:
     scaler.update()
     scaler.load_state_dict({})
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
-    assert scaler.get_growth_interval() == 2000
 
 
-def test_undone_while_gradients_are_scaled() -> None:
-    expected = gradients_of("O2")
+def test_a_scaler_belongs_to_its_session() -> None:
     model, optimizer, scaler = begin()
+    assert isinstance(scaler, torch.amp.GradScaler)
     scaler.scale(mse(model, batches(1)[0])).backward()
+    scaler.step(optimizer)
+    scaler.update()
     mpinit.undo(model)
-    same([p.grad for p in model.parameters()], expected)
     with pytest.raises(RuntimeError, match="was undone: make another"):
         scaler.scale(torch.ones(()))
     with pytest.raises(TypeError, match=r"save scaler\.state_dict"):
         pickle.dumps(scaler)
     with pytest.raises(TypeError, match=r"save scaler\.state_dict"):
         copy.deepcopy(scaler)
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2", "O2-split"])
+def test_one_step_is_scaled_in_one_way(setting: str) -> None:
+    """Refuse ``scale_loss`` while gradients of a GradScaler's loss are there, and the reverse."""
+    model, optimizer, scaler = begin(setting)
+    loss = mse(model, batches(1)[0])
+    scaler.scale(loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"scaled by mpinit.GradScaler, and mpinit.scale_loss would"):
+        backward(loss, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    backward(mse(model, batches(1)[0]), optimizer)
+    with pytest.raises(RuntimeError, match=r"scaled by mpinit.scale_loss, and mpinit.GradScaler would"):
+        scaler.scale(loss)
     optimizer.step()
-
-
-@pytest.mark.parametrize("masters", [True, "split"])
-def test_kept_gradient_of_a_weight_with_two_optimizers_is_scaled_once(masters: bool | str) -> None:
-    """Clear nothing between three iterations: the gradient is the sum of three."""
-    model = nn.Linear(2, 1, bias=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
-    mpinit.initialize(model, optimizers, "O5", master_weights=masters, loss_scale=8.0)
-    scaler = mpinit.GradScaler(optimizers[0])
-    for count in (1.0, 2.0, 3.0):
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        assert model.weight.grad is not None and model.weight.grad.tolist() == [[count, count]]
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-
-
-def move_between_steps(scaler: Any, optimizers: list[Any], index: int) -> None:
-    scaler.step(optimizers[0])
-    scaler.update()
-    scaler.step(optimizers[1])
-    scaler.update()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-
-
-def move_while_one_accumulates(scaler: Any, optimizers: list[Any], index: int) -> None:
-    scaler.step(optimizers[0])
-    optimizers[0].zero_grad()
-    if index % 2:
-        scaler.step(optimizers[1])
-        optimizers[1].zero_grad()
-    scaler.update()
-
-
-def move_before_the_steps(scaler: Any, optimizers: list[Any], index: int) -> None:
-    state = scaler.state_dict()
-    ways = (
-        lambda: scaler.update(64.0),
-        lambda: scaler.load_state_dict({**state, "scale": 4096.0}),
-        lambda: mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}}, optimizers[0]),
-    )
-    ways[index % 3]()
-    move_between_steps(scaler, optimizers, index)
-
-
-MOVES = (move_between_steps, move_while_one_accumulates, move_before_the_steps)
-
-
-@pytest.mark.parametrize("setting", ["O1", "O2", "split, dynamic"])
-@pytest.mark.parametrize("move", MOVES)
-def test_gradients_are_unscaled_by_the_scale_that_they_have(move: Callable[..., None], setting: str) -> None:
-    """Change the scale between ``scale`` and ``step``, against the same loop in float32."""
-    levels: dict[str, dict[str, Any]] = {
-        "O1": {"opt_level": "O1"},
-        "O2": {"opt_level": "O2"},
-        "split, dynamic": {"opt_level": "O5", "loss_scale": "dynamic", "master_weights": "split"},
-        "O0": {"opt_level": "O0", "loss_scale": 1.0},
-    }
-    runs = []
-    for level in (setting, "O0"):
-        model = mlp()
-        optimizers = [plain_sgd(model[0].parameters()), plain_sgd(model[3].parameters())]
-        rule = {} if level == "O0" else {"loss_scale": mpinit.DynamicLossScale(init=4.0, growth_interval=1)}
-        mpinit.initialize(model, optimizers, **levels[level] | rule)
-        scaler = mpinit.GradScaler(optimizers)
-        for index, batch in enumerate(batches(6)):
-            scaler.scale(mse(model, batch)).backward()
-            if level == "O0" and move is move_before_the_steps:
-                move_between_steps(scaler, optimizers, index)
-            else:
-                move(scaler, optimizers, index)
-        runs.append([value.clone() for value in model.state_dict().values()])
-        assert [mpinit.step_counts(each)[1] for each in optimizers] == [0, 0]
-        mpinit.undo(model)
-    torch.testing.assert_close(*runs, rtol=0.02, atol=2e-2 if setting.startswith("split") else 2e-3)
+    assert mpinit.step_counts(optimizer) == (2, 0)
 
 
 @pytest.mark.parametrize("setting", ["O1", "O2"])

@@ -17,7 +17,7 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.masters.codecs.encoded import EncodedState
-from mpinit.optimizer import scope
+from mpinit.optimizer import params as optimizer_params
 
 pytestmark = pytest.mark.device
 
@@ -41,7 +41,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scope, "BUCKET_BYTES", 40_000)
+    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 40_000)
 
 
 def set_up(
@@ -100,7 +100,7 @@ def test_parts_of_a_step_do_not_matter(kind: str, bucket: int, monkeypatch: pyte
     """Whatever is together in a part: the codes are the same."""
     results = []
     for size in (bucket, 40_000):
-        monkeypatch.setattr(scope, "BUCKET_BYTES", size)
+        monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", size)
         model, optimizer = set_up(kind, "int8")
         train(model, optimizer, 3)
         results.append(numbers(model))

@@ -64,7 +64,8 @@ def test_clearing_inside_of_scale_loss_clears_what_was_there(level: str, bad: bo
     loops.backward(loops.mse(fresh, second), reference)
     torch.testing.assert_close(loops.gradients(optimizer), loops.gradients(reference), rtol=1e-2, atol=1e-4)
     optimizer.step()
-    assert not mpinit.step_was_skipped(optimizer)
+    # The first block has overflowed, and no step came before the second one.
+    assert mpinit.step_was_skipped(optimizer) == (bad and level in ("O1", "O2"))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -164,12 +164,9 @@ def kinds() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", kinds())
 def test_unscaling_multiplies_and_finds_nothing_wrong(kind: str) -> None:
     gradient, expected = kinds()[kind], kinds()[kind] * 0.25
-    found_inf = unscaling.unscale_and_check_([gradient], INVERSE)
+    found_inf = unscaling.multiply_and_check_([gradient], INVERSE)
     assert found_inf is not None and found_inf.dim() == 0 and found_inf.item() == 0
     torch.testing.assert_close(gradient.to_dense(), expected.to_dense(), rtol=0, atol=0)
-    static = kinds()[kind]
-    unscaling.unscale_([static], INVERSE)
-    torch.testing.assert_close(static.to_dense(), expected.to_dense(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -178,6 +175,6 @@ def test_inf_and_nan_are_found_wherever_they_are(kind: str, bad: float) -> None:
     everything = kinds()
     dense = dense_view(everything[kind])
     dense[(-1,) * dense.dim()] = bad
-    found_inf = unscaling.unscale_and_check_(list(everything.values()), INVERSE)
+    found_inf = unscaling.multiply_and_check_(list(everything.values()), INVERSE)
     assert found_inf is not None and found_inf.item() == 1.0
     assert everything["float32"][0].item() == 1.0, "the others are unscaled all the same"

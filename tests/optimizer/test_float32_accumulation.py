@@ -1,17 +1,15 @@
-"""Gradients of many backward passes with split masters: their sum is float32's, by default and by ``grad_dtype``.
+"""Gradients of many backward passes with split masters: sums over blocks are float32's, and all by ``grad_dtype``.
 
 Below the public face: the masters show when their gradients become float32.
 """
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from loops import batches, bytes_held, mlp, mse, same
 from session_device import device
 from torch import nn
@@ -39,7 +37,6 @@ def scaled(model: nn.Module, optimizer: Optimizer, batch: Any, **more: Any) -> N
 
 
 WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], None]] = {
-    "plain": lambda model, optimizer, batch: mse(model, batch).backward(),
     "scale_loss": scaled,
     "delay_unscale": lambda model, optimizer, batch: scaled(model, optimizer, batch, delay_unscale=True),
 }
@@ -90,10 +87,9 @@ class Biases(nn.Module):
         return x + torch.stack(used).sum(0)
 
 
-@pytest.mark.parametrize("way", ["plain", "scale_loss"])
 @pytest.mark.parametrize("which", ["frozen", "unused", "in turns"])
 @pytest.mark.parametrize("has_stepped", [False, True])
-def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, way: str, has_stepped: bool) -> None:
+def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, has_stepped: bool) -> None:
     model = Biases(which == "in turns").to(device())
     optimizer = SGD(model.parameters(), lr=0.0)
     mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")
@@ -106,9 +102,6 @@ def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, way
         model.calls = 0
     for _ in range(800):
         loss = model(torch.ones(1, 2, device=device())).sum() * 1.001
-        if way == "plain":
-            loss.backward()
-            continue
         with mpinit.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
@@ -118,8 +111,7 @@ def test_sum_of_equal_passes_in_which_few_weights_have_gradients(which: str, way
         torch.testing.assert_close(gradient, expected, rtol=0.005, atol=0)
 
 
-@pytest.mark.parametrize("way", ["plain", "scale_loss"])
-def test_sum_of_random_passes_in_several_cycles(way: str) -> None:
+def test_sum_of_random_passes_in_several_cycles() -> None:
     """Clear gradients in place and by None, and step, between cycles of 64 passes."""
     for set_to_none in (True, False):
         model, optimizer = split()
@@ -134,7 +126,7 @@ def test_sum_of_random_passes_in_several_cycles(way: str) -> None:
                 expected = one if expected is None else [a + b for a, b in zip(expected, one, strict=True)]
                 mpinit.undo(twin)
             for batch in data:
-                WAYS[way](model, optimizer, batch)
+                scaled(model, optimizer, batch)
             assert expected is not None
             # Of the second pass, where gradients were cleared in place, the sum is rounded to bfloat16 once.
             assert error(model, expected) < (1e-4 if set_to_none or cycle == 0 else 4e-3)
@@ -161,6 +153,15 @@ def test_step_uses_the_float32_sum(make: Any, clips: bool) -> None:
         optimizer.step()
         by_hand.step()
         same(model.state_dict().values(), reference.state_dict().values())
+
+
+def test_asked_for_plain_passes_add_up_in_float32() -> None:
+    batch = batches(1)[0]
+    model, optimizer = split(grad_dtype=torch.float32)
+    for _ in range(COUNT):
+        mse(model, batch).backward()
+    assert error(model, [COUNT * g for g in single(batch)]) < 1e-4
+    optimizer.step()
 
 
 def test_one_pass_a_step_keeps_bfloat16() -> None:
@@ -213,35 +214,12 @@ def test_gradients_in_a_buffer_of_the_users_stay_there() -> None:
 def test_what_cannot_be_is_refused() -> None:
     for asked, match in (
         ({"opt_level": "O3", "grad_dtype": "float32"}, "contradicts master_weights=False"),
-        ({"opt_level": "O5", "grad_dtype": "float16"}, "is not float32"),
+        ({"opt_level": "O5", "grad_dtype": "float16"}, "is neither torch.float32 nor None"),
     ):
         model = mlp()
         with pytest.raises(ValueError, match=match):
             mpinit.initialize(model, SGD(model.parameters(), lr=0.1), **asked)  # type: ignore[arg-type]
         assert model[0].weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("way", ["plain", "scale_loss"])
-def test_sixteen_passes_in_a_process_group_are_warned_of_once(way: str) -> None:
-    """Gradients stay in the weights' dtype there, which DistributedDataParallel's buckets have."""
-    if device().type != "cpu":
-        pytest.skip("a process group of the CPU's")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model, optimizer = split()
-        batch = batches(1)[0]
-        for count, warns in ((15, False), (15, False), (16, True), (20, False)):
-            with warnings.catch_warnings(record=True) as found:
-                warnings.simplefilter("always")
-                for _ in range(count):
-                    WAYS[way](model, optimizer, batch)
-            assert [w for w in found if "16 backward passes or more" in str(w.message)] == found[: int(warns)]
-            assert len(found) >= int(warns)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model[0].weight.grad is None
-    finally:
-        dist.destroy_process_group()
 
 
 def test_undo_frees_the_memory_of_steps() -> None:

@@ -52,19 +52,6 @@ def test_write_inside_a_block_is_warned_of_once(level: str, write: str, is_accum
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_write_before_unscale_of_a_grad_scaler_is_warned_of(level: str) -> None:
-    model, optimizer = started(level)
-    scaler = mpinit.GradScaler(optimizer)
-    for number in range(2):
-        optimizer.zero_grad()
-        scaler.scale(mse(model, BATCH)).backward()
-        with pytest.warns(UserWarning, match=r"behind scaler.unscale_") if number == 0 else nullcontext():
-            clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-        scaler.update()
-
-
 def post_hook(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(2)

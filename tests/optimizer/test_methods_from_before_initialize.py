@@ -1,13 +1,12 @@
 """Methods of optimizers that were read before ``initialize``, or are called on the class."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from loops import adam, backward, batches, keywords, mlp, mse, plain_sgd, started, train
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 import mpinit
 
@@ -52,24 +51,6 @@ def test_step_that_was_kept_runs_without_masters_and_scale() -> None:
     kept()
 
 
-@pytest.mark.parametrize("load", [Adam.load_state_dict, lambda optimizer, state: optimizer.kept(state)])
-def test_load_state_dict_that_was_kept_is_refused(load: Callable[[Any, Any], None]) -> None:
-    """Refuse to cast a master's state to 16 bit; ``undo`` makes the optimizer's own method work again."""
-    model = mlp()
-    optimizer: Any = adam(model.parameters())
-    optimizer.kept = optimizer.load_state_dict
-    mpinit.initialize(model, optimizer, **keywords("O5"))
-    train(model, optimizer, batches(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match=f"Adam.load_state_dict {REPLACED}"):
-        load(optimizer, saved)
-    optimizer.load_state_dict(saved)
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
-    train(model, optimizer, batches(1))
-    mpinit.undo(model)
-    load(optimizer, saved)
-
-
 class Outer(Optimizer):
     """An optimizer that steps the groups of another one."""
 
@@ -83,18 +64,6 @@ class Outer(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.inner.load_state_dict(state_dict)
-
-
-def test_load_state_dict_of_a_wrapped_optimizer_is_refused() -> None:
-    """Refuse a load into the optimizer inside; through the initialised one it loads float32 state."""
-    model, optimizer = started("O5", make=lambda parameters: Outer(adam(parameters)))
-    train(model, optimizer, batches(2))
-    inner: Any = optimizer.inner  # type: ignore[attr-defined]
-    saved = copy.deepcopy(inner.state_dict())
-    with pytest.raises(RuntimeError, match=f"Adam.load_state_dict {REPLACED}"):
-        inner.load_state_dict(saved)
-    optimizer.load_state_dict(saved)
-    assert inner.state[model[0].weight]["exp_avg"].dtype == torch.float32
 
 
 def test_optimizers_may_be_initialized_with_the_one_they_wrap() -> None:

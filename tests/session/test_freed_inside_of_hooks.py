@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import mpinit
 from mpinit import registry
 from mpinit.basics.patching import undo_when_dropped
-from mpinit.optimizer.members import Members
 from mpinit.optimizer.optimizers import ManagedOptimizers
+from mpinit.optimizer.params import OptimizerParams
 
 LEVELS = ways("O0", "O1", "O2", "O3", "O4", "O5", "split", "model")
 
@@ -111,17 +111,17 @@ def test_optimizer_is_freed_while_optimizers_are_listed(monkeypatch: pytest.Monk
         step(model, optimizers[index])
     found: list[Any] = []
 
-    def sync_groups(members: Members) -> None:
-        found.append(members)
+    def sync(params: OptimizerParams) -> None:
+        found.append(params)
         if len(found) == 2:
             del optimizers[0]
             gc.collect()
 
-    monkeypatch.setattr(Members, "sync_groups", sync_groups)
+    monkeypatch.setattr(OptimizerParams, "sync", sync)
     session = registry.of(model)
     assert session is not None
-    session.managed.gradients_beside([])
-    assert len(found) == 3 and len(session.managed.shared.members) == 2
+    session.managed.all_gradients([], with_others=True)
+    assert len(found) == 3 and len(session.managed.shared.params) == 2
 
 
 @pytest.mark.parametrize("at", range(12))
@@ -156,7 +156,7 @@ def test_an_optimizer_is_freed_while_another_is_removed(at: int) -> None:
         sys.settrace(None)
         gc.enable()
     gc.collect()
-    assert [members.optimizer for members in managed.shared.members] == [optimizers[1]]
+    assert [members.optimizer for members in managed.shared.params] == [optimizers[1]]
     assert [master.optimizers for master in session.masters] == [1, 1]
 
 

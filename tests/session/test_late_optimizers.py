@@ -4,8 +4,6 @@ Below the public face: the registry shows which session an optimizer has joined.
 """
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,28 +162,6 @@ def test_values_beyond_float16_are_refused() -> None:
     with pytest.raises(ValueError, match="would be infinite in float16"):
         waiting("O2-float16", model)
     assert model.weight.tolist() == [[1e6, torch.tensor(1.0001).item()]] and registry.of(model) is None
-
-
-@pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
-def test_empty_list_frees_float32_values(setting: str) -> None:
-    model, plain = waiting(setting), mlp()
-    session: Any = registry.of(model)
-    kept = [weakref.ref(master.parameter) for master in session.masters]
-    first = add_for(model[0])
-    assert mpinit.add_optimizers([]) == []
-    gc.collect()
-    assert [reference() is None for reference in kept] == [False, False, True, True][: len(kept)]
-    assert [p.grad is None for p in model.parameters()] == [True] * 4
-    train(model, first, batches(1))
-    model.zero_grad()
-    second = add_for(model[-1])
-    expected = torch.float32 if setting == "O2-float16" else model[-1].weight.dtype
-    assert {each.dtype for each in mpinit.master_params(second)} == {expected}
-    same([model.state_dict()["3.weight"]], [model[-1].weight.float()])
-    rounded = plain[-1].weight.to(model[-1].weight.dtype).float()
-    mpinit.undo(model)
-    same([model[-1].weight], [rounded])
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @with_masters

@@ -80,41 +80,6 @@ def test_an_error_of_the_users_own_gets_no_note() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-WAYS = {
-    "before": lambda scaler, loss, scaled: scaled,
-    "inside": lambda scaler, loss, scaled: scaler.scale(scaled),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_loss_scales_are_warned_of(way: str) -> None:
-    model, optimizer = pair()
-    scaler = torch.amp.GradScaler("cpu")
-    loss = loss_of(model)
-    with (
-        pytest.warns(UserWarning, match="multiplied by a large number elsewhere, as torch.amp.GradScaler.scale does"),
-        mpinit.scale_loss(scaler.scale(loss) if way == "before" else loss, optimizer) as scaled_loss,
-    ):
-        WAYS[way](scaler, loss, scaled_loss).backward()
-
-
-@pytest.mark.parametrize("factor", [0.25, 3.0, torch.tensor(64.0), torch.tensor(100.0)])
-def test_a_loss_with_a_weight_of_its_own_is_not_warned_of(factor: Any) -> None:
-    model, optimizer = pair(loss_scale=mpinit.DynamicLossScale(init=4.0))
-    with mpinit.scale_loss(loss_of(model) * factor, optimizer) as scaled_loss:
-        (scaled_loss * factor).backward()
-    optimizer.step()
-    assert mpinit.step_counts(optimizer) == (1, 0)
-
-
-def test_a_gradscaler_alone_is_not_warned_of() -> None:
-    model, optimizer = pair(loss_scale=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(loss_of(model)).backward()
-    scaler.step(optimizer)
-    assert mpinit.step_counts(optimizer) == (1, 0)
-
-
 def test_a_whole_checkpoint_is_answered_with_its_entry() -> None:
     model, optimizer = pair()
     for key in ("mpinit", "amp"):
@@ -175,36 +140,3 @@ def test_groups_replaced_by_hand_and_moves_to_meta_are_warned_of() -> None:
         scaled_loss.backward()
     with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_loss_of_parameters_outside_of_the_session_is_warned_of(level: str) -> None:
-    """Warn that their gradients stay scaled; with their optimizer initialised they are those of plain torch."""
-    model, optimizer = pair(level)
-    log_variance = nn.Parameter(torch.zeros(()))
-    other = torch.optim.SGD([log_variance], lr=0.1)
-    loss = loss_of(model) * torch.exp(-log_variance) + log_variance
-    with (
-        pytest.warns(UserWarning, match=r"reaches 1 parameter outside .*, of shape \(\): .* stay multiplied"),
-        mpinit.scale_loss(loss, optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-    assert log_variance.grad is not None and log_variance.grad.abs() > 100
-    optimizer.step()
-    mpinit.undo(model)
-    mpinit.initialize(model, [optimizer, other], level)
-    log_variance.grad = None
-    loss = loss_of(model) * torch.exp(-log_variance) + log_variance
-    with mpinit.scale_loss(loss, [optimizer, other]) as scaled_loss:
-        scaled_loss.backward()
-    torch.testing.assert_close(log_variance.grad, 1 - loss_of(model).detach(), rtol=1e-3, atol=1e-3)
-
-
-def test_frozen_parameters_outside_of_session_are_not_warned_of() -> None:
-    """Use a frozen teacher, and inputs that need gradients."""
-    model, optimizer = pair()
-    teacher = nn.Linear(4, 2).requires_grad_(False)
-    inputs = torch.ones(1, 4, requires_grad=True)
-    with mpinit.scale_loss((model(inputs) - teacher(inputs)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()

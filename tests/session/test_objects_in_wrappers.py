@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 from mpinit import registry
-from mpinit.optimizer import scope
+from mpinit.optimizer import params as optimizer_params
 
 
 class Accelerated(loops.Forwarding):
@@ -114,7 +114,7 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
 
 
 def test_wrapped_models() -> None:
-    model, _ = loops.started("O5")
+    model, _ = loops.started("O2")
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         assert mpinit.describe(wrapped) == mpinit.describe(model)
     assert mpinit.GradScaler(nn.DataParallel(model)).is_enabled()
@@ -250,7 +250,7 @@ def test_optimizer_state_moves_to_the_master_and_back(make: Callable[[Any], Opti
 
 
 def test_counters_and_hooks_run_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scope, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 4)
     model = loops.mlp()
     optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
@@ -289,7 +289,7 @@ def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
 
 
 def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scope, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 4)
     model, data = loops.mlp(), loops.batches(4)
     reference = ByHand(model, "split", decays)
     optimizer = start(model, "O5", make=decays, master_weights="split")

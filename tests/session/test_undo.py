@@ -21,7 +21,6 @@ import mpinit
 from mpinit import registry
 from mpinit.basics.weak_references import WeakIdSet
 from mpinit.masters.masters import Masters
-from mpinit.optimizer.gradients import Gradients
 
 LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O5")},
@@ -144,18 +143,6 @@ def twice(message: str) -> Any:
             raise MemoryError(message)
 
     return fails
-
-
-def test_failing_unscale_does_not_stop_undo(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = started("O2")
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "end", twice("no memory for gradients"))
-        with pytest.raises(MemoryError, match="no memory"):
-            mpinit.undo(model)
-    assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
-    mpinit.undo(model)
-    assert registry.of(model) is None
 
 
 def test_all_sessions_are_undone_where_one_fails() -> None:

@@ -153,11 +153,11 @@ def set_up(network: str = "cnn", optimizer: str = "sgd", warm: bool = True) -> t
 
 
 def rounds(kind: str, model: nn.Module) -> Callable[[str], bool]:
-    """What undo can only give back as the 16-bit numbers it had become: weights without masters, gradients."""
+    """What undo can only give back as 16-bit numbers: weights without masters, their state, gradients."""
     weights = {name for name, _ in model.named_parameters()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if kind in KEEPS_EVERY_BIT or kind.startswith("O1"):
         return lambda name: False
     if kind == "O3":
-        return lambda name: name in weights or name.startswith("gradient")
+        return lambda name: name in weights or name.startswith(("gradient", "state"))
     return lambda name: name in frozen or name.startswith("gradient")

@@ -68,12 +68,10 @@ def _skip_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[tor
     is passed on without a device sync.
     """
     with ExitStack() as entered:
-        for block in blocks if len(blocks) > 1 else ():
-            block.search_graph(None)
         scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
         # Every block yields the loss times the same scale, and the user calls backward() on one of these.
         for block in blocks[1:]:
-            block.expect_no_use()
+            block.skip_use_check()
         yield scaled[0]
     _core.share_overflow(optimizers)
 
