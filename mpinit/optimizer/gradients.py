@@ -1,8 +1,8 @@
 """The gradients of one optimizer's parameters: scaled, unscaled, widened and checked.
 
 Autograd makes gradients in the weights' dtype. The weights have no ``grad_dtype``, so that a float32 gradient stays
-float32 when a 16-bit one is added. At the end of a ``scale_loss`` block, or else at the step, 16-bit gradients of
-weights with masters are replaced by float32 ones, a bucket at a time. Inside a DistributedDataParallel, whose buckets
+float32 when a 16-bit one is added. At the end of a ``scale_loss`` block that scales, at the beginning of the next one,
+or else at the step, 16-bit gradients of weights with masters are replaced by float32 ones, a bucket at a time. Inside a DistributedDataParallel, whose buckets
 have the weights' dtype, they are rounded to it again before another backward pass.
 
 Whether a step is skipped is decided as in ``torch.amp``. Gradients are checked for inf and nan once, where they are
@@ -86,7 +86,7 @@ class Gradients:
         """End a block: widen gradients, multiply them by the reciprocal of its scale, and check them, in one pass.
 
         Args:
-            inverse: the reciprocal, 0-dimensional; None: 1, and nothing is checked.
+            inverse: the reciprocal, 0-dimensional; None: 1, and nothing is done.
             done: as in :meth:`begin`.
             checks: whether steps are skipped after inf or nan.
 
@@ -95,10 +95,7 @@ class Gradients:
         """
         try:
             found = None
-            if inverse is None:
-                if self.widens_at_end:
-                    self.widen()
-            elif self.is_scaled:
+            if inverse is not None and self.is_scaled:
                 found = self._multiply(inverse, done, self.widens_at_end)
         except BaseException:
             self.drop()

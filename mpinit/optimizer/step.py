@@ -384,8 +384,6 @@ class ManagedOptimizer:
         self.check_unscaled("mpinit.master_params()")
         self.params.sync()
         self.shared.values.apply_writes()
-        if self.gradients.widens_at_end:
-            self.gradients.widen()
         yield from self.shared.values.hand_out(self.params.parameters())
 
     def gradients_to_clip(self) -> list[nn.Parameter]:

@@ -195,11 +195,11 @@ def test_sam_step_in_two_calls_equals_by_hand() -> None:
     mpinit.initialize(model, optimizer, "O5")
     evaluate, before = Closure(model, optimizer), masters(optimizer)
     evaluate()
-    climbed = [value + 0.05 * gradient for value, gradient in zip(before, gradients(optimizer), strict=True)]
+    climbed = [value + 0.05 * gradient.float() for value, gradient in zip(before, gradients(optimizer), strict=True)]
     optimizer.first_step()
     same(model.parameters(), [value.bfloat16() for value in climbed])
     evaluate()
-    descended = [value - 0.1 * gradient for value, gradient in zip(before, gradients(optimizer), strict=True)]
+    descended = [value - 0.1 * gradient.float() for value, gradient in zip(before, gradients(optimizer), strict=True)]
     optimizer.second_step()
     torch.testing.assert_close(masters(optimizer), descended, rtol=1e-6, atol=1e-7)
 

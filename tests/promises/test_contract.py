@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from processes import ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -645,6 +646,239 @@ def test_frozen_parameters_and_buffers_are_float32_inside_too(store: str) -> Non
     torch.testing.assert_close(model[2].shift.float(), torch.tensor([2 / 3, 0.6]), rtol=2**-8, atol=0)
 
 
+# -- Rule 7: gradients are 16-bit, and become float32 where they are used ----------------------------------------------
+
+ONE_WEIGHT = {"float16": torch.float16, "bfloat16": torch.bfloat16, "split": torch.bfloat16}
+
+
+def one_weight(store: str, **more: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model whose gradient is its input."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, **STORES[store] | more, verbosity=0)
+    return model, optimizer
+
+
+@stores
+def test_gradients_are_16_bit_after_a_plain_pass_and_float32_in_the_step(store: str) -> None:
+    model, optimizer = one_weight(store, loss_scale=1.0)
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.extend(p.dtype for p in optimizer.param_groups[0]["params"])
+
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.dtype is ONE_WEIGHT[store]
+    before = model.state_dict()["weight"]
+    optimizer.register_step_pre_hook(look)
+    optimizer.step()
+    assert seen == [ONE_WEIGHT[store]], "hooks see the weights"
+    assert torch.equal(model.state_dict()["weight"], before - 1.0)
+
+
+@stores
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_300_blocks_of_one_step_add_up_to_300(store: str, scale: float) -> None:
+    model, optimizer = one_weight(store, loss_scale=scale)
+    for _ in range(300):
+        with mpinit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[300.0, 300.0]]
+
+
+@stores
+def test_plain_passes_add_up_in_16_bits_unless_float32_is_asked_for(store: str) -> None:
+    stops = {torch.float16: 2048.0, torch.bfloat16: 256.0}[ONE_WEIGHT[store]]
+    for asked, expected in (({}, stops), ({"grad_dtype": torch.float32}, stops + 2)):
+        model, _ = one_weight(store, loss_scale=1.0, **asked)
+        model(torch.full((1, 2), stops)).sum().backward()
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[expected, expected]]
+
+
+@stores
+def test_a_process_group_without_a_wrapper_changes_no_gradient(store: str) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model, optimizer = one_weight(store, loss_scale=1.0)
+        for _ in range(300):
+            with mpinit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[300.0, 300.0]]
+    finally:
+        dist.destroy_process_group()
+
+
+@full
+@pytest.mark.parametrize("views", [False, True])
+def test_blocks_in_a_wrapper_add_up_in_the_dtype_of_its_buckets(store: str, views: bool) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model, optimizer = one_weight(store)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        for _ in range(3):
+            with mpinit.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[3.0, 3.0]]
+        optimizer.step()
+        del wrapped
+    finally:
+        dist.destroy_process_group()
+
+
+@stores
+def test_undo_keeps_gradients_in_float32(store: str) -> None:
+    for asked in ({}, {"grad_dtype": torch.float32}):
+        model, _ = one_weight(store, loss_scale=1.0, **asked)
+        model(torch.ones(1, 2)).sum().backward()
+        mpinit.undo(model)
+        gradient = model.weight.grad
+        assert gradient is not None and gradient.dtype is torch.float32 and gradient.tolist() == [[1.0, 1.0]]
+
+
+# -- Rule 8: overflow is handled as in torch.amp -----------------------------------------------------------------------
+
+SCALE = 1024.0
+
+
+def scaling(level: str = "O2", **more: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = two_layers()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, level, loss_scale=mpinit.DynamicLossScale(init=SCALE), verbosity=0, **more)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_an_overflow_in_one_of_four_blocks_skips_and_backs_off_once(level: str, bad: int) -> None:
+    model, optimizer = scaling(level)
+    before = copy.deepcopy(model.state_dict())
+    for index in range(4):
+        pass_of(model, optimizer, torch.ones(2, 4), float("inf") if index == bad else 1.0)
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (0, 1) and mpinit.loss_scale(optimizer) == SCALE / 2
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_a_second_step_after_a_skipped_one_is_skipped_too() -> None:
+    model, optimizer = scaling()
+    pass_of(model, optimizer, torch.ones(2, 4), float("inf"))
+    optimizer.step()
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (0, 2)
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+def test_an_overflow_that_is_dropped_counts_unless_gradients_are_none() -> None:
+    for to_none, expected in ((True, (1, 0)), (False, (0, 1))):
+        model, optimizer = scaling()
+        pass_of(model, optimizer, torch.ones(2, 4), float("inf"))
+        optimizer.zero_grad(set_to_none=to_none)
+        pass_of(model, optimizer, torch.ones(2, 4))
+        optimizer.step()
+        assert mpinit.step_counts(optimizer) == expected and mpinit.loss_scale(optimizer) == SCALE / 2
+
+
+def test_nan_written_after_the_check_is_stepped_unless_asked_for() -> None:
+    for asked, is_skipped in (({}, False), ({"skip_nonfinite": True}, True)):
+        model, optimizer = scaling(**asked)
+        pass_of(model, optimizer, torch.ones(2, 4))
+        for parameter in model.parameters():
+            parameter.grad.mul_(float("nan"))  # type: ignore[union-attr]
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == is_skipped
+
+
+@stores
+def test_a_report_says_only_what_was_looked_at(store: str) -> None:
+    """At scale 1 nobody has looked at the gradients before the step."""
+    for scale, has_looked in ((1.0, False), (64.0, True)):
+        model, optimizer = one_weight(store, loss_scale=scale, skip_nonfinite=True)
+        pass_of(model, optimizer, torch.ones(1, 2))
+        model.weight.grad.mul_(float("nan"))  # type: ignore[union-attr]
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer)
+        advice = mpinit.overflow_report(optimizer).advice
+        assert ("The gradients were finite after the backward pass" in advice) == has_looked
+
+
+# -- Rule 9: a step does all or nothing --------------------------------------------------------------------------------
+
+
+class Failing(torch.optim.SGD):
+    """Changes the first parameter, and fails."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][0].add_(0.123)
+        raise MemoryError("no memory")
+
+
+@stores
+def test_an_error_in_a_step_leaves_weights_that_are_their_masters_rounded(store: str) -> None:
+    model, optimizer = started(store, make=lambda p: Failing(p, lr=0.1), steps=0)
+    pass_of(model, optimizer, torch.ones(2, 4))
+    weights = list(model.parameters())
+    with pytest.raises(MemoryError, match="no memory"):
+        optimizer.step()
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], weights, strict=True))
+    for weight, values in zip(weights, model.state_dict().values(), strict=True):
+        # Split masters round ties away from zero.
+        torch.testing.assert_close(weight.detach(), values.to(weight.dtype), rtol=2**-8, atol=0)
+        assert store == "split" or torch.equal(weight.detach(), values.to(weight.dtype))
+
+
+LATE: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@stores
+def test_state_of_a_weight_that_gets_its_master_later_is_float32(store: str, name: str) -> None:
+    """Freeze a layer that has state, initialise, load that state, and unfreeze it: all of it stays float32."""
+    model = two_layers()
+    optimizer = LATE[name](model.parameters())
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = copy.deepcopy(optimizer.state_dict())
+    model[0].requires_grad_(False)
+    mpinit.initialize(model, optimizer, **STORES[store], verbosity=0)
+    for loads in (False, True):
+        if loads:
+            optimizer.load_state_dict(saved)
+        for key, expected in saved["state"][0].items():
+            value = optimizer.state[model[0].weight][key]
+            assert not isinstance(expected, Tensor) or (value.dtype is expected.dtype and torch.equal(value, expected))
+    model[0].requires_grad_(True)
+    pass_of(model, optimizer, torch.ones(2, 4))
+    optimizer.step()
+    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    assert not [value.dtype for value in values if value.dtype in (torch.float16, torch.bfloat16)]
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+@stores
+def test_a_hidden_step_of_checkpoints_creates_state_and_changes_nothing(store: str) -> None:
+    model, optimizer = started(store, make=torch.optim.AdamW, steps=0)
+    before = copy.deepcopy(model.state_dict())
+    get_state_dict(model, optimizer)
+    assert mpinit.step_counts(optimizer) == (0, 0)
+    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
 # -- Rule 10: ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -858,6 +1092,34 @@ def test_initialize_says_how_many_weights_keep_their_rounding(caplog: pytest.Log
     assert "2 weights have no master" in caplog.text
     mpinit.undo(model)
     assert torch.equal(model[0].weight, before.bfloat16().float())
+
+
+# -- Rule 12: closures and two-phase optimizers need a fixed scale -----------------------------------------------------
+
+
+def test_closures_are_refused_at_a_dynamic_scale_with_the_ways_out() -> None:
+    _, optimizer = scaling()
+    with pytest.raises(RuntimeError, match=r"opt_level='O5'.* loss_scale=128\.0"):
+        optimizer.step(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+@stores
+def test_lbfgs_at_a_fixed_scale_lowers_the_loss_on_the_weights(store: str) -> None:
+    model, optimizer = started(store, make=lambda p: torch.optim.LBFGS(p, max_iter=4), steps=0)
+    x, found = torch.ones(2, 4), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {ONE_WEIGHT[store]}
+        loss: Tensor = model(x).square().mean()
+        found.append(loss.item())
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert found[-1] < found[0] / 2 and mpinit.step_counts(optimizer) == (2, 0)
 
 
 # -- Rule 13: what a model has in float32, and buffers that it writes to -----------------------------------------------
