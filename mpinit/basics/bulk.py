@@ -2,15 +2,14 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-Item = TypeVar("Item")
 _GRAD_OF: Final = attrgetter("grad")
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _STRIDE_OF: Final[Any] = torch.Tensor.stride
@@ -104,11 +103,6 @@ def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
     return list(chain(*tables)), [value for table in tables for value in table.values()]
 
 
-def exchanged(items: list[Any], others: Mapping[int, Any]) -> list[Any]:
-    """Return a list with another object in place of each item whose id is in ``others``."""
-    return list(map(others.get, map(id, items), items))
-
-
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return each tensor's ``grad``."""
     return list(map(_GRAD_OF, tensors))
@@ -122,11 +116,6 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 def set_grads(tensors: list[Any], grads: list[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``."""
     consume(map(setattr, tensors, repeat("grad"), grads))
-
-
-def some_of(items: Sequence[Item], most: int) -> Sequence[Item]:
-    """Return a sample of at most ``most`` items, at a fixed distance from each other; the first is among them."""
-    return items[:: -(-len(items) // most) or 1]
 
 
 def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:

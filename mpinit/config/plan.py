@@ -110,13 +110,6 @@ class Plan:
         """Return whether trained weights have masters beside them."""
         return self.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT)
 
-    @property
-    def needs_no_patched_step(self) -> bool:
-        """Return whether losses, gradients and steps are those of plain torch, as at O0, so that no step is patched."""
-        is_scaled = self.skips or self.loss_scale != 1.0
-        changes = self.properties.optimizer_state != "float32" or self.properties.patch_torch_functions
-        return self.masters is MasterWeightsMode.NONE and not (is_scaled or changes)
-
 
 def make_plan(props: Properties, cast_policy: CastPolicy = "torch") -> Plan:
     """Resolve Properties into a Plan."""

@@ -258,19 +258,25 @@ class _Batch(MasterBatch):
     def __init__(self, owner: FullMasters, masters: Sequence[FullMaster]) -> None:
         self._owner = owner
         self._masters = list(masters)
+        self._weights: list[torch.Tensor] = [master.weight for master in masters]
+        self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
+        self._are_sharded = any(master.is_sharded for master in masters)
 
     @without_gradients
     def read(self) -> None:
         self._owner.follow(self._masters, compares=True)
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        if {gradient.dtype for gradient in gradients if gradient is not None} <= {torch.float32}:
+            return list(gradients)
         return [None if gradient is None else as_float32(gradient) for gradient in gradients]
 
     @without_gradients
     def write(self) -> None:
-        if self._masters:
-            weights = [local(master.weight) for master in self._masters]
-            torch._foreach_copy_(weights, [local(master.parameter) for master in self._masters])
+        if self._are_sharded:
+            torch._foreach_copy_(list(map(local, self._weights)), list(map(local, self._parameters)))
+        elif self._masters:
+            torch._foreach_copy_(self._weights, self._parameters)
         _see(self._masters)
 
 
@@ -279,7 +285,7 @@ def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
     weights = [master.weight for master in masters]
     parameters = [master.parameter for master in masters]
     found = versions_of(weights), versions_of(parameters)
-    for index, master in enumerate(masters):
+    for index, master in enumerate(masters) if any([master.is_sharded for master in masters]) else ():  # noqa: C419
         if master.is_sharded:
             for versions, tensor in zip(found, (master.weight, master.parameter), strict=True):
                 versions[index] += tensor._local_tensor._version  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 Autograd makes gradients in the weights' dtype. The weights have no ``grad_dtype``, so that a float32 gradient stays
 float32 when a 16-bit one is added. At the end of a ``scale_loss`` block that scales, at the beginning of the next one,
-or else at the step, 16-bit gradients of weights with masters are replaced by float32 ones, a bucket at a time. Inside a DistributedDataParallel, whose buckets
-have the weights' dtype, they are rounded to it again before another backward pass.
+or else at the step, 16-bit gradients of weights with masters are replaced by float32 ones, a bucket at a time. Inside a
+DistributedDataParallel, whose buckets have the weights' dtype, they are rounded to it again before another pass.
 
 Whether a step is skipped is decided as in ``torch.amp``. Gradients are checked for inf and nan once, where they are
 unscaled. The next step uses the result. A step without a result checks the gradients that it is about to use.
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ..basics import products
-from ..basics.bulk import are_plain, grads_of, set_grads
+from ..basics.bulk import are_alike, are_plain, grads_of, set_grads
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.running import without_gradients
-from ..distributed.sharding import dense_views, is_sharded
+from ..distributed.sharding import dense_views
 
 # The bytes of float32 gradients that are made at a time. The 16-bit ones are freed before the next are made.
 _BUCKET_BYTES: Final = 16 * 2**20
@@ -143,12 +143,14 @@ class Gradients:
         pairs = zip(self._mastered, grads_of(self._mastered), strict=True)
         weights = [weight for weight, gradient in pairs if gradient is not None and gradient.dtype in LOWER_PRECISION]
         weights = weights if with_views else [w for w in weights if w.grad is not None and not w.grad._is_view()]
-        begin = 0
+        begin, sizes = 0, list(map(torch.Tensor.numel, weights))
         while begin < len(weights):
-            end, room = begin, _BUCKET_BYTES
-            while end < len(weights) and (room >= 0 or end == begin):
-                room -= 4 * weights[end].numel()
-                end += 1
+            end = len(weights)
+            if 4 * sum(sizes[begin:]) > _BUCKET_BYTES:
+                end, room = begin, _BUCKET_BYTES
+                while end < len(weights) and room > 0:
+                    room -= 4 * sizes[end]
+                    end += 1
             bucket = weights[begin:end]
             wide = _in_float32(grads_of(bucket))
             try:
@@ -185,7 +187,7 @@ class Gradients:
 
 def _in_float32(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     present = [gradient for gradient in gradients if gradient is not None]
-    if any(gradient.is_sparse or is_sharded(gradient) for gradient in present):
+    if not are_alike(present):  # sparse or sharded ones, or those of several devices
         return [gradient.to(torch.float32) for gradient in present]
     wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in present]
     torch._foreach_copy_(wide, present)
