@@ -47,7 +47,7 @@ class OverflowReport:
         scale: the loss scale of the backward pass; None if it is unknown.
         loss: the unscaled loss; None if reading it would have needed a device sync.
         gradients: the parameters whose gradients contain inf or nan, the largest share first.
-        first_module: the dotted name of the first of their modules in the backward pass. None if the gradients of all
+        first_module: the dotted name of the last of their modules in the model. None if the gradients of all
             modules contain inf or nan: they do not show the origin then.
         advice: the origin of the overflow, as far as gradients show it, and what to do next.
     """
