@@ -105,7 +105,7 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
     where = f"module {module!r}" if module else "the model's own parameters"
     return (
         f"Of what has inf or nan in its gradients, {where} comes last in the model, so the backward pass has probably "
-        "met it first: they were made there or in what its results go into. "
+        "met it first: they were made there or in what its results go into: "
         "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the operation. Keep its "
         "module in float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
     )
