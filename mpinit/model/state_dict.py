@@ -107,8 +107,9 @@ class Float32State:
     def _entry(self, tensor: torch.Tensor, saved: torch.Tensor, state_dict: dict[str, Any], key: str) -> torch.Tensor:
         """Return the float32 copy of a tensor: one for all of its names, because in torch these share memory, too."""
         first, known = self._made.get(id(tensor), (key, None))
-        if known is not None and (made := known()) is not None and state_dict.get(first) is made:
-            return made
+        present: torch.Tensor | None = state_dict.get(first)
+        if present is not None and known is not None and known() is present:
+            return present
         parameter = parameter_of(tensor) if ACTIVE_CASTS else None
         values = parameter if parameter is not None or self._values is None else self._values.of(tensor)
         # An entry is never an inference tensor, which has no version counter.

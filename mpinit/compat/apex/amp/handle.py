@@ -237,8 +237,11 @@ class NoOpHandle:
     def _deactivate(self) -> None: ...
 
 
-class SessionHandle(NoOpHandle):
+class SessionHandle:
     """The handle after ``amp.initialize``: :meth:`_deactivate` ends the latest session that casts functions."""
+
+    has_cache = True
+    verbose = False
 
     def is_active(self) -> bool:
         """Return whether such a session is live."""
@@ -247,6 +250,10 @@ class SessionHandle(NoOpHandle):
     def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
         """Do what ``amp.scale_loss`` does."""
         return scale_loss(loss, optimizer)
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap an optimizer that was passed to ``amp.initialize(num_losses=...)``."""
+        return OptimWrapper(optimizer, self, num_loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return mp.disable_casts()

@@ -122,7 +122,8 @@ def master_params_to_model_params(
     masters = list(master_params)
     if flat_master:
         sizes = [weight.numel() for weight in model_params]
-        masters = [part.view_as(w) for part, w in zip(masters[0].split(sizes), model_params, strict=True)]
+        parts = torch.split(masters[0], sizes)
+        masters = [part.view_as(w) for part, w in zip(parts, model_params, strict=True)]
     for weight, master in zip(model_params, masters, strict=True):
         weight.copy_(master)
 

@@ -50,7 +50,7 @@ class FusedAdagrad(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and return the closure's loss, or None."""
         loss = None
         if closure is not None:
@@ -67,7 +67,7 @@ class FusedAdagrad(torch.optim.Optimizer):
             sums = [self.state[p]["sum"] for p in params]
             grads = [p.grad for p in params]
             if decay and not self.adagrad_w_mode:
-                grads = torch._foreach_add(grads, params, alpha=decay)
+                grads = list(torch._foreach_add(grads, params, alpha=decay))
             torch._foreach_addcmul_(sums, grads, grads)
             denominators = torch._foreach_sqrt(sums)
             torch._foreach_add_(denominators, group["eps"])

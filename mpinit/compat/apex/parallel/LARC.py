@@ -69,7 +69,7 @@ class LARC(Optimizer):
         return self.optim
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups."""
         return self.optim.param_groups
 
