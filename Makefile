@@ -39,9 +39,9 @@ RUN_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
 # Whole files: what a file imports, compiles and starts is so once.
 DIST ?= -n $(WORKERS) --dist loadfile
 # What leans on torch's inside; no compilers, frameworks, pages and benchmarks.
-NEWEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler model checkpoint session torch_internals functions \
-	distributed/test_fsdp.py distributed/test_ddp.py distributed/test_agreement.py)
-OLDEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler checkpoint session)
+NEWEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler model checkpoint session torch_internals autocast \
+	distributed/test_fsdp.py distributed/test_ddp.py distributed/test_agreement.py promises/test_contract.py)
+OLDEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler checkpoint session promises/test_contract.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-newest test-oldest nightly docs package lines lint typecheck examples check clean
