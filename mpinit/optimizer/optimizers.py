@@ -170,7 +170,7 @@ class ManagedOptimizers:
         for managed in self:
             if managed.params.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
-            managed.check_unscaled(what, "move it before or behind the with-block")
+            managed.check_unscaled(what, "move it before or after the with-block")
 
 
 def _remove(known: weakref.ref[ManagedOptimizers], reference: weakref.ref[Optimizer]) -> None:

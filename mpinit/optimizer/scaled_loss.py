@@ -33,7 +33,7 @@ _NOT_OF_SCALED_LOSS: Final = (
 )
 _WRITTEN: Final = (
     "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
-    "addition compares or adds numbers that are not scaled. Move it behind the with-block. Averages over ranks and "
+    "addition compares or adds numbers that are not scaled. Move it after the with-block. Averages over ranks and "
     "masks are right here"
 )
 _OTHER_FACE: Final = (

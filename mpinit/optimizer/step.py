@@ -38,9 +38,9 @@ from .skipping import Skips
 STEP: Final = "optimizer.step()"
 _LOAD: Final = "load_state_dict"
 _INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: {}"
-_LATER: Final = "move it behind the with-block"
+_LATER: Final = "move it after the with-block"
 _STEP_LATER: Final = (
-    "move it behind the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
+    "move it after the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
     "scale: opt_level='O5' or loss_scale=1.0"
 )
 _FIXED_SCALE: Final = (

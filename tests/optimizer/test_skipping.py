@@ -188,7 +188,7 @@ def test_a_step_inside_of_scale_loss_is_an_error(level: str) -> None:
     train(model, optimizer, [BATCH])
     before = masters(optimizer)
     with (
-        pytest.raises(RuntimeError, match="behind the with-block"),
+        pytest.raises(RuntimeError, match="after the with-block"),
         mpinit.scale_loss(mse(model, BATCH), optimizer) as s,
     ):
         s.backward()
