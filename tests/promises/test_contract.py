@@ -330,6 +330,27 @@ def test_weights_broadcast_by_hand_before_training_are_those_of_rank_0(in_block:
         torch.testing.assert_close(value, other, rtol=2**-7, atol=2**-9)
 
 
+@ranks(2, ("copy",), ("block",))
+def test_weights_broadcast_during_training(way: str) -> None:
+    """An in-place collective into a weight, or into its data, moves no version: a copy that torch counts is seen."""
+    model = two_layers(seed=dist.get_rank())
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O5", process_group=dist.group.WORLD)
+    for index in range(2):
+        trained(model, optimizer, index)
+    with mpinit.float32_weights(model) if way == "block" else contextlib.nullcontext():
+        for parameter in model.parameters():
+            values = parameter.detach().clone()
+            dist.broadcast(values, 0)
+            parameter.data.copy_(values)
+    sent = [parameter.detach().clone() for parameter in model.parameters()]
+    engines.assert_one(sent)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    trained(model, optimizer, 2)
+    assert all(map(torch.equal, model.parameters(), sent))
+
+
 @stores
 @pytest.mark.parametrize("values", [torch.zeros(8, 4), torch.zeros(3, 4, dtype=torch.bfloat16)], ids=["dtype", "shape"])
 def test_data_of_another_dtype_or_shape_is_an_error_that_names_copy(store: str, values: Tensor) -> None:
