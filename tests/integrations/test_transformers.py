@@ -637,14 +637,16 @@ def test_a_dummy_optimizer_names_the_optimizers_that_step(late: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, model"])
-def test_embeddings_resized_between_enable_and_train(name: str, level: str, tmp_path: Path) -> None:
+def test_embeddings_resized_before_enable(name: str, level: str, tmp_path: Path) -> None:
     masters = {"split": {"master_weights": "split"}, "model": {"master_weights": "model"}}
     given = {"opt_level": level[:2], **masters.get(level.partition(", ")[2], {})}
     losses = []
     for enabled in (given, None):
-        trainer = trainer_of(name, tmp_path, enabled, gradient_accumulation_steps=1)
+        trainer = trainer_of(name, tmp_path, None, gradient_accumulation_steps=1)
         torch.manual_seed(5)
         trainer.model.resize_token_embeddings(36)
+        if enabled is not None:
+            enable(trainer, **enabled)
         before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         losses.append(trainer.train().training_loss)
         state = trainer.model.state_dict()
@@ -654,6 +656,17 @@ def test_embeddings_resized_between_enable_and_train(name: str, level: str, tmp_
         beyond = state["lm_head.weight"] != state["lm_head.weight"].bfloat16().float()
         assert beyond.double().mean() > 0.9, "bits beyond the 16-bit weight"
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_embeddings_resized_after_enable_are_refused(masters: Any, tmp_path: Path) -> None:
+    """Their data gets another shape than their masters have."""
+    trainer = trainer_of("llama", tmp_path, {"opt_level": "O5", "master_weights": masters})
+    own = trainer.model.get_input_embeddings().weight.data
+    trainer.model.resize_token_embeddings(36)
+    with pytest.raises(RuntimeError, match=r"embed_tokens.weight' was replaced by a tensor of .* shape \(36, 16\)"):
+        trainer.train()
+    trainer.model.get_input_embeddings().weight.data = own
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
