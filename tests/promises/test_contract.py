@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -365,6 +366,18 @@ def test_data_of_another_dtype_or_shape_is_an_error_that_names_copy(store: str, 
     trained(model, optimizer)
 
 
+@stores
+def test_an_update_of_less_than_half_a_unit_is_lost_on_a_weight_and_counts_in_a_block(store: str) -> None:
+    model, _ = started(store)
+    before = float32_of(model)
+    with torch.no_grad():
+        model[0].weight.mul_(1 - 1e-4)
+    assert same(float32_of(model), before)
+    with mpinit.float32_weights(model), torch.no_grad():
+        model[0].weight.mul_(1 - 1e-4)
+    assert torch.equal(float32_of(model)["0.weight"], before["0.weight"] * (1 - 1e-4))
+
+
 # -- Rule 4: masters that users have -----------------------------------------------------------------------------------
 
 
@@ -598,6 +611,19 @@ def test_what_modules_save_by_methods_of_their_own_is_saved_as_it_is() -> None:
     assert state["0.weight"].dtype is torch.float32
 
 
+@stores
+def test_writes_to_entries_that_torch_does_not_count_are_lost_without_a_warning(store: str) -> None:
+    model, optimizer = started(store)
+    before, state = float32_of(model), model.state_dict()
+    state["0.weight"].numpy().fill(1.0)
+    state["0.bias"].data.fill_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch())
+    assert same(float32_of(model), before)
+    trained(model, optimizer)
+
+
 # -- Rule 6: float32_weights is about values ---------------------------------------------------------------------------
 
 
@@ -665,6 +691,35 @@ def test_frozen_parameters_and_buffers_are_float32_inside_too(store: str) -> Non
         model[2].shift = model[2].shift * 2
     assert torch.equal(model[0].weight, torch.full((8, 4), 0.1001).to(rounded.dtype))
     torch.testing.assert_close(model[2].shift.float(), torch.tensor([2 / 3, 0.6]), rtol=2**-8, atol=0)
+
+
+IN_BLOCKS: dict[str, tuple[Any, str]] = {
+    "step": (lambda model, optimizer: optimizer.step(), "before or after the with-block"),
+    "scale_loss": (lambda model, optimizer: pass_of(model, optimizer, batch()), "before or after the with-block"),
+    "backward": (lambda model, optimizer: model(batch()).sum().backward(), "torch.no_grad"),
+    "undo": (lambda model, optimizer: mpinit.undo(model), "before or after the with-block"),
+    "replace": (lambda model, _: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 4))), "with copy_"),
+    "tie": (lambda model, _: setattr(model, "tied", model[0].weight), "tie weights outside"),
+    "freeze": (lambda model, _: model[0].requires_grad_(False), "the model's own parameters"),
+    "hook": (lambda model, _: model[0].weight.register_hook(lambda gradient: gradient), "the model's own parameters"),
+    "gradient": (lambda model, _: setattr(model[0].weight, "grad", torch.ones(8, 4)), "the model's own parameters"),
+}
+
+
+@stores
+@pytest.mark.parametrize("what", IN_BLOCKS)
+def test_what_is_not_about_values_is_refused_in_blocks_with_the_way_out(store: str, what: str) -> None:
+    model, optimizer = started(store)
+    before, own = float32_of(model), list(model.parameters())
+    use, way_out = IN_BLOCKS[what]
+    with pytest.raises(RuntimeError, match="float32_weights") as refused, mpinit.float32_weights(model):
+        use(model, optimizer)
+    assert way_out in str(refused.value)
+    assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
+    assert all(weight.requires_grad for weight in own)
+    if what != "replace":
+        assert same(float32_of(model), before)
+    trained(model, optimizer)
 
 
 # -- Rule 7: gradients are 16-bit, and become float32 where they are used ----------------------------------------------
@@ -822,6 +877,37 @@ def test_a_report_says_only_what_was_looked_at(store: str) -> None:
         assert mpinit.step_was_skipped(optimizer)
         advice = mpinit.overflow_report(optimizer).advice
         assert ("The gradients were finite after the backward pass" in advice) == has_looked
+
+
+def test_one_step_has_scale_loss_or_a_grad_scaler() -> None:
+    for is_scaler_first in (True, False):
+        model, optimizer = scaling()
+        scaler = mpinit.GradScaler(optimizer)
+
+        def by_scaler() -> None:
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()  # noqa: B023 - called in this round
+            scaler.step(optimizer)  # noqa: B023
+
+        with pytest.raises(RuntimeError, match=r"mpinit\.scale_loss.* use the one or the other"):
+            if is_scaler_first:
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+                pass_of(model, optimizer, torch.ones(2, 4))
+            else:
+                pass_of(model, optimizer, torch.ones(2, 4))
+                by_scaler()
+        assert mpinit.step_counts(optimizer) == (0, 0)
+
+
+def test_step_inside_a_block_that_scales_is_refused() -> None:
+    model, optimizer = scaling()
+    before = float32_of(model)
+    with (
+        pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss.* after the with-block"),
+        mpinit.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        optimizer.step()
+    assert same(float32_of(model), before)
 
 
 # -- Rule 9: a step does all or nothing --------------------------------------------------------------------------------
@@ -1143,6 +1229,47 @@ def test_lbfgs_at_a_fixed_scale_lowers_the_loss_on_the_weights(store: str) -> No
     assert found[-1] < found[0] / 2 and mpinit.step_counts(optimizer) == (2, 0)
 
 
+class TwoPhases(torch.optim.SGD):
+    """Sharpness-aware: the gradient is that at a point further up."""
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moved"] = parameter.grad * 0.05
+            parameter.add_(self.state[parameter]["moved"])
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.state[parameter].pop("moved"))
+        super().step()
+        if zero_grad:
+            self.zero_grad()
+
+
+def test_two_phase_optimizers_are_refused_at_a_dynamic_scale_with_the_ways_out() -> None:
+    model = two_layers()
+    optimizer = TwoPhases(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"opt_level='O5'.* loss_scale=128\.0"):
+        mpinit.initialize(model, optimizer, "O2")
+    assert model[0].weight.dtype is torch.float32, "nothing has changed"
+
+
+@stores
+def test_two_phase_optimizers_at_a_fixed_scale_lower_the_loss(store: str) -> None:
+    model, optimizer = started(store, make=lambda p: TwoPhases(p, lr=0.1), steps=0)
+    losses = []
+    for _ in range(5):
+        losses.append(model(torch.ones(2, 4)).square().mean().item())
+        pass_of(model, optimizer, torch.ones(2, 4))
+        optimizer.first_step(zero_grad=True)  # type: ignore[attr-defined]
+        pass_of(model, optimizer, torch.ones(2, 4))
+        optimizer.second_step(zero_grad=True)  # type: ignore[attr-defined]
+    assert losses[-1] < losses[0] / 2
+
+
 # -- Rule 13: what a model has in float32, and buffers that it writes to -----------------------------------------------
 
 
@@ -1232,6 +1359,25 @@ def test_tensors_that_a_library_lists_stay_float32(
     assert model.first.weight.dtype is first and model.last.weight.dtype is torch.float32
     assert model(torch.ones(2, 4)).dtype is torch.float32
     assert "as the library lists them" in caplog.text and "last.weight" in caplog.text
+
+
+@pytest.mark.parametrize("masters", [True, "split", "model"])
+def test_float64_and_complex_tensors_are_never_cast(masters: Any) -> None:
+    model = two_layers()
+    model.register_buffer("exact", torch.tensor([1 / 3], dtype=torch.float64))
+    model.register_buffer("turns", torch.tensor([1j]))
+    mpinit.initialize(model, sgd(model), "O5", master_weights=masters, verbosity=0)
+    assert model.exact.dtype is torch.float64 and model.turns.dtype is torch.complex64
+    assert model.exact.item() == 1 / 3
+
+
+def test_buffers_that_overlap_are_refused_with_the_ways_out() -> None:
+    model, memory = two_layers(), torch.ones(4)
+    model.register_buffer("first", memory[:3])
+    model.register_buffer("second", memory[1:])
+    with pytest.raises(ValueError, match=r"shares memory.* \.clone\(\).* keep_fp32"):
+        mpinit.initialize(model, sgd(model), "O5")
+    assert model.first.dtype is torch.float32 and model[0].weight.dtype is torch.float32
 
 
 # -- Rule 14: modules that compute in float32 --------------------------------------------------------------------------
@@ -1363,3 +1509,61 @@ def test_a_forward_that_writes_to_its_weights_is_refused() -> None:
     mpinit.initialize(model, sgd(model), "O5", master_weights="model")
     with pytest.raises(RuntimeError, match="keep_fp32"):
         model(torch.ones(1, 4))
+
+
+def test_one_cast_per_weight_and_version() -> None:
+    model = two_layers()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+    seen: list[Tensor] = []
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    for _ in range(2):
+        pass_of(model, optimizer, torch.ones(2, 4))
+    optimizer.step()
+    model(torch.ones(2, 4))
+    assert seen[0] is seen[1] and seen[1] is not seen[2]
+    assert seen[2].dtype is torch.bfloat16 and torch.equal(seen[2], model[0].weight.bfloat16())
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_forward_in_a_second_thread_is_refused_with_the_ways_out() -> None:
+    model = two_layers()
+    mpinit.initialize(model, sgd(model), "O5", master_weights="model", verbosity=0)
+    found: list[BaseException] = []
+
+    def forward() -> None:
+        try:
+            model(torch.ones(2, 4))
+        except RuntimeError as error:
+            found.append(error)
+
+    def run_another(*_: Any) -> None:
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    model[1].register_forward_hook(run_another)
+    expected = model(torch.ones(2, 4))
+    assert len(found) == 1
+    assert "copy.deepcopy(model)" in str(found[0]) and "another thread" in str(found[0])
+    model[1]._forward_hooks.clear()
+    assert torch.equal(model(torch.ones(2, 4)), expected), "the first thread's forward was not disturbed"
+
+
+# -- Rule 16: nothing depends on a clock, a sample, a compiler or a read of a device -----------------------------------
+
+ON_META = STORES | {"model": {"opt_level": "O5", "master_weights": "model"}}
+
+
+@pytest.mark.parametrize("store", ON_META)
+def test_training_at_a_fixed_scale_reads_nothing_from_a_device(store: str) -> None:
+    """Tensors on the meta device have no numbers: every read of one raises."""
+    with torch.device("meta"):
+        model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    mpinit.initialize(model, optimizer, **ON_META[store], verbosity=0)
+    for _ in range(3):
+        pass_of(model, optimizer, torch.ones(2, 4, device="meta"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
