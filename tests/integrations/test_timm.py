@@ -68,6 +68,8 @@ def run_by_hand(model: nn.Module, optimizer: Any, data: list[Any], every: int = 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O5", "O5, split"])
 def test_timms_own_scaler_has_the_bits_of_a_loop_by_hand(name: str, mode: str) -> None:
     level = {"verbosity": 0, **LEVELS[name]}
+    if name not in ("O0", "O1"):
+        level["grad_dtype"] = torch.float32  # timm unscales and clips weight.grad before the step
     (own, optimizer), (other, bare), data = made({**level, "loss_scale": 1.0}), made(level), samples(4)
     limit, clip = CLIPS[mode]
     run(own, optimizer, data, every=2, clip_grad=limit, clip_mode=mode)
