@@ -298,7 +298,7 @@ print("done")
 """
 
 
-@pytest.mark.xfail(reason="a known fault: its loss meets float32 and bfloat16 in an assignment", strict=False)
+@pytest.mark.xfail(reason="a known fault: its loss meets float32 and bfloat16 in an assignment", strict=True)
 @pytest.mark.skipif(not is_installed("ultralytics"), reason="ultralytics is not installed")
 def test_layers_of_ultralytics_train_as_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLO_OFFLINE", "true")
