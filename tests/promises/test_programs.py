@@ -113,8 +113,7 @@ class Program:
             gradient = sums["abc".index(name)]
             if not self.whole_optimizer_is_finite(name, sums):
                 continue
-            if name in self.frozen:
-                self.set(name, self.masters[name])
+            if name in self.frozen:  # the step does not touch it: not the remainder beside a written 0, either
                 continue
             known = self.momenta.get(name)
             momentum = gradient.clone() if known is None else known * 0.5 + gradient
