@@ -113,7 +113,7 @@ class Program:
             gradient = sums["abc".index(name)]
             if not self.whole_optimizer_is_finite(name, sums):
                 continue
-            if name in self.frozen:  # the step does not touch it: not the remainder beside a written 0, either
+            if name in self.frozen:
                 continue
             known = self.momenta.get(name)
             momentum = gradient.clone() if known is None else known * 0.5 + gradient
@@ -140,7 +140,9 @@ class Program:
         name = self.random.choice("abc")
         weight = getattr(self.model, name)
         values = weight.detach().clone()
-        values[self.random.randrange(3)] = self.random.choice((0.0, 0.3, -1.7, 3e-5))
+        # A step may or may not renew the remainder of a frozen split weight, and it shows where a 0 was written between.
+        other = 0.5 if self.store == "split" else 0.0
+        values[self.random.randrange(3)] = self.random.choice((other, 0.3, -1.7, 3e-5))
         return name, weight, values
 
     def do_copy_(self) -> None:
