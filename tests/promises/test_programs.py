@@ -48,6 +48,7 @@ class Program:
         self.store, (self.dtype, self.keywords) = store, STORES[store]
         self.model, self.stepped = Net(), {"a": 0, "b": 1}
         self.masters = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self.used: dict[str, Tensor] = {}  # the masters as they last were in a step, or a user's
         self.momenta: dict[str, Tensor] = {}
         self.frozen: set[str] = set()
         self.saved: dict[str, Tensor] | None = None
@@ -66,7 +67,7 @@ class Program:
 
     def set(self, name: str, values: Tensor) -> None:
         """Set the float32 values of a weight."""
-        self.masters[name] = values if name in self.mastered else values.to(self.dtype).float()
+        self.masters[name] = self.used[name] = values if name in self.mastered else values.to(self.dtype).float()
         if self.store == "split":
             wide = self.rounded(self.masters[name]).float()
             self.remainders[name] = self.masters[name].view(torch.int32) - wide.view(torch.int32)
@@ -78,15 +79,15 @@ class Program:
 
     def written(self, name: str, values: Tensor) -> None:
         """Apply the law to a weight that was written to."""
-        master, weight = self.masters[name], values.to(self.dtype)
+        weight = values.to(self.dtype)
         wide = weight.float()
         if name not in self.mastered:
             self.masters[name] = wide
         elif self.store == "split":
             joined = (wide.view(torch.int32) + self.remainders[name]).view(torch.float32)
             self.masters[name] = torch.where((weight == 0) | ~weight.isfinite(), wide, joined)
-        else:
-            self.masters[name] = torch.where(self.rounded(master) == weight, master, wide)
+        else:  # evaluated where masters are used, so a number that is written back keeps its lower bits
+            self.masters[name] = torch.where(self.rounded(self.used[name]) == weight, self.used[name], wide)
 
     def run(self, action: str) -> None:
         getattr(self, "do_" + action.replace(" =", "_set"))()
@@ -189,6 +190,7 @@ class Program:
 
     def do_masters(self) -> None:
         self.kept = [list(mpinit.master_params(optimizer)) for optimizer in self.optimizers]
+        self.used = dict(self.masters)
         index = self.random.randrange(2)
         name, master = "ab"[index], self.kept[index][0]
         if master.dtype is torch.float32:
