@@ -25,13 +25,23 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
         other.scalers[:] = session.scalers
 
 
-def share_overflow(optimizers: Sequence[Optimizer]) -> None:
-    """Skip the steps of all these optimizers if one of them has an overflow in its gradients."""
+def overflows(optimizers: Sequence[Optimizer]) -> list[tuple[Any, torch.Tensor | None]]:
+    """Return the gradients of each optimizer, and whether they have an overflow already; None is: not checked yet."""
     checked = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
-    known = [gradients.found_inf for gradients in checked if gradients.found_inf is not None]
-    for gradients in checked if known else ():
-        highest = torch.stack([each.to(known[0].device) for each in known]).amax()
-        gradients.found_inf, gradients.is_fresh = highest, True
+    return [(gradients, gradients.found_inf) for gradients in checked]
+
+
+def share_overflow(before: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
+    """Skip the steps of all optimizers if one of them has an overflow that :func:`overflows` did not have before."""
+    found = [
+        gradients.found_inf if earlier is None else gradients.found_inf * (earlier == 0)
+        for gradients, earlier in before
+        if gradients.found_inf is not None
+    ]
+    for gradients, _ in before if found else ():
+        own = [] if gradients.found_inf is None else [gradients.found_inf]
+        gradients.found_inf = torch.stack([each.to(found[0].device) for each in (*own, *found)]).amax()
+        gradients.is_fresh = True
 
 
 def has_overflow(scaler: Scaler) -> bool:

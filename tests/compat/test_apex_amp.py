@@ -97,6 +97,16 @@ def test_an_overflow_in_one_optimizer_skips_all_of_the_loss(level: str, bad: int
     assert moved(models, before) == [True, True], "and only once"
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_overflow_of_an_earlier_loss_skips_its_own_optimizer(level: str) -> None:
+    models, optimizers = pair(level)
+    before = [values(model) for model in models]
+    with face.scale_loss(INF * mean(models[0]), optimizers[0]) as scaled:
+        scaled.backward()
+    iterate(mean(models[0]) + mean(models[1]), optimizers)
+    assert moved(models, before) == [False, True]
+
+
 def test_each_optimizer_of_mpinit_decides_by_its_own_gradients() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]

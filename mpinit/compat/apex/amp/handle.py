@@ -64,16 +64,17 @@ def scale_loss(
 def _skip_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Enter several blocks as one; after them, an overflow of one optimizer skips the steps of all.
 
-    mpinit skips the steps of those optimizers whose own gradients overflowed; apex skips the steps of all. The overflow
-    is passed on without a device sync.
+    mpinit skips the steps of those optimizers whose own gradients overflowed; apex skips the steps of all that the loss
+    was scaled for. An overflow of another loss, from before these blocks, is not passed on. No device sync is needed.
     """
     with ExitStack() as entered:
         scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
         # Every block yields the loss times the same scale, and the user calls backward() on one of these.
         for block in blocks[1:]:
             block.skip_use_check()
+        before = _core.overflows(optimizers)
         yield scaled[0]
-    _core.share_overflow(optimizers)
+    _core.share_overflow(before)
 
 
 def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
