@@ -1,16 +1,24 @@
-"""Functions that the fused optimizers share."""
+"""What the fused optimizers share: apex's options, checkpoints of apex and torch, and steps by foreach operations."""
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 
 # Attributes of apex's optimizers, which torch's __getstate__ omits from copies and pickles.
-_OPTIONS: Final[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "materialize_master_grads")
+_OPTIONS: Final[tuple[str, ...]] = (
+    "set_grad_none",
+    "adam_w_mode",
+    "adagrad_w_mode",
+    "materialize_master_grads",
+    "moment_mode",
+    "use_nvlamb",
+)
 
 
-class OverTorch(torch.optim.Optimizer):
-    """A mixin with apex's options for an optimizer of torch, whose class is the next base."""
+class ApexOptimizer(torch.optim.Optimizer):
+    """The base of all: apex's options, which are attributes."""
 
     set_grad_none: bool
 
@@ -22,6 +30,10 @@ class OverTorch(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class OverTorch(ApexOptimizer):
+    """A mixin for an optimizer of torch, whose class is the next base."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of apex's or torch's optimizer; fill in options and step counts that apex's state lacks."""
@@ -36,6 +48,50 @@ class OverTorch(torch.optim.Optimizer):
                 if key in state:
                     state[key].setdefault("step", torch.tensor(float(steps), dtype=torch.float32, device="cpu"))
         super().load_state_dict({**state_dict, "state": state, "param_groups": filled})
+
+
+class ByForeach(ApexOptimizer, ABC):
+    """An optimizer whose update is written here, group by group and device by device."""
+
+    def before_groups(self, grads: list[torch.Tensor]) -> None:
+        """Look at all gradients of a step before any group is updated. Default: nothing."""
+
+    @abstractmethod
+    def update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update parameters of one group and one device; each has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return the closure's loss, or None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        present = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        grads = [p.grad for group in present for p in group]
+        if any(grad.is_sparse for grad in grads):
+            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients: use torch.optim.SparseAdam for them")
+        if grads:
+            self.before_groups(grads)
+        for group, params in zip(self.param_groups, present, strict=True):
+            if not params:
+                continue
+            # Counted for each group, as in apex, whose checkpoints have the number there.
+            group["step"] = group.get("step", 0) + 1
+            by_device: dict[torch.device, list[Any]] = {}
+            for p in params:
+                by_device.setdefault(p.device, []).append(p)
+            for own in by_device.values():
+                self.update(group, own)
+        return loss
+
+
+def bias_corrections(group: dict[str, Any]) -> tuple[float, float]:
+    """Return what the two moments of a group are divided by."""
+    if not group["bias_correction"]:
+        return 1.0, 1.0
+    beta1, beta2 = group["betas"]
+    return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """FusedAdagrad: Adagrad under apex's name and options."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ._shared import as_groups
+from ._shared import ByForeach, as_groups
 
 
-class FusedAdagrad(torch.optim.Optimizer):
+class FusedAdagrad(ByForeach):
     """Adagrad by torch's foreach operations (Duchi, Hazan and Singer, 2011).
 
     The update is ``h += g * g; p -= lr * g / (sqrt(h) + eps)``, with the weight decay in the gradient, or, with
@@ -40,39 +40,20 @@ class FusedAdagrad(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         super().__init__(as_groups(params), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state and apex's options, for copies and pickles."""
-        options = {name: getattr(self, name) for name in ("adagrad_w_mode", "set_grad_none")}
-        return {**super().__getstate__(), **options}
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return the closure's loss, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            decay = group["weight_decay"]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["sum"] = torch.zeros_like(p)
-            sums = [self.state[p]["sum"] for p in params]
-            grads = [p.grad for p in params]
-            if decay and not self.adagrad_w_mode:
-                grads = list(torch._foreach_add(grads, params, alpha=decay))
-            torch._foreach_addcmul_(sums, grads, grads)
-            denominators = torch._foreach_sqrt(sums)
-            torch._foreach_add_(denominators, group["eps"])
-            updates = torch._foreach_div(grads, denominators)
-            if decay and self.adagrad_w_mode:
-                torch._foreach_add_(updates, params, alpha=decay)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-        return loss
+    def update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update parameters of one group and one device."""
+        decay = group["weight_decay"]
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["sum"] = torch.zeros_like(p)
+        sums = [self.state[p]["sum"] for p in params]
+        grads = [p.grad for p in params]
+        if decay and not self.adagrad_w_mode:
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
+        torch._foreach_addcmul_(sums, grads, grads)
+        denominators = torch._foreach_sqrt(sums)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(grads, denominators)
+        if decay and self.adagrad_w_mode:
+            torch._foreach_add_(updates, params, alpha=decay)
+        torch._foreach_add_(params, updates, alpha=-group["lr"])

@@ -1,14 +1,14 @@
 """FusedLAMB: LAMB with a global clip of gradients, for BERT pre-training, under apex's name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ._shared import as_groups
+from ._shared import ByForeach, as_groups, bias_corrections
 
 
-class FusedLAMB(torch.optim.Optimizer):
+class FusedLAMB(ByForeach):
     """LAMB by torch's foreach operations.
 
     The update is that of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019),
@@ -73,64 +73,33 @@ class FusedLAMB(torch.optim.Optimizer):
         self.use_nvlamb = use_nvlamb
         super().__init__(as_groups(params), defaults)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state and apex's options, for copies and pickles."""
-        options = {name: getattr(self, name) for name in ("adam_w_mode", "set_grad_none", "use_nvlamb")}
-        return {**super().__getstate__(), **options}
+    def before_groups(self, grads: list[torch.Tensor]) -> None:
+        """Compute the norm of all gradients."""
+        norms = torch._foreach_norm(grads)
+        self._norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]))
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return the closure's loss, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        present = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        everything = [p.grad for group in present for p in group]
-        if not everything:
-            return loss
-        norms = torch._foreach_norm(everything)
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]))
-        for group, params in zip(self.param_groups, present, strict=True):
-            if not params:
-                continue
-            # Counted for each group, as in apex, whose checkpoints have the number there.
-            group["step"] = group.get("step", 0) + 1
-            limit = group["max_grad_norm"]
-            shrink = torch.clamp(total / limit, min=1.0) if limit else torch.ones_like(total)
-            by_device: dict[torch.device, list[Any]] = {}
-            for p in params:
-                by_device.setdefault(p.device, []).append(p)
-            for device, own in by_device.items():
-                self._update(group, own, shrink.to(device))
-        return loss
-
-    def _update(self, group: dict[str, Any], params: list[Any], shrink: torch.Tensor) -> None:
+    def update(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update parameters of one group and one device."""
         beta1, beta2 = group["betas"]
-        decay = group["weight_decay"]
+        decay, limit = group["weight_decay"], group["max_grad_norm"]
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         moments = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
-        grads = torch._foreach_div([p.grad for p in params], shrink)
+        shrink = torch.clamp(self._norm / limit, min=1.0) if limit else torch.ones_like(self._norm)
+        grads = torch._foreach_div([p.grad for p in params], shrink.to(params[0].device))
         if decay and not self.adam_w_mode:
             torch._foreach_add_(grads, params, alpha=decay)
         torch._foreach_mul_(moments, beta1)
         torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        corrections = [1.0, 1.0]
-        if group["bias_correction"]:
-            corrections = [1 - beta ** group["step"] for beta in (beta1, beta2)]
-        denominators = torch._foreach_div(squares, corrections[1])
+        first, second = bias_corrections(group)
+        denominators = torch._foreach_div(squares, second)
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(moments, corrections[0])
+        updates = torch._foreach_div(moments, first)
         torch._foreach_div_(updates, denominators)
         if decay and self.adam_w_mode:
             torch._foreach_add_(updates, params, alpha=decay)
