@@ -62,7 +62,7 @@ class _Refusals(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Raise an ImportError for a name with a known replacement.
 
-        ``from apex.optimizers import FusedNovoGrad`` also calls it: a name that a package lacks may be a module in it.
+        ``from apex.optimizers import FP16_Optimizer`` also calls it: a name that a package lacks may be a module in it.
         """
         name = fullname
         if fullname.startswith(REPLACEMENT_PACKAGE):
@@ -141,10 +141,21 @@ MISSING: Final[dict[str, str]] = {
     **dict.fromkeys(
         (f"{_NORMS}.fused_layer_norm", f"{_NORMS}.fused_layer_norm_affine"), "torch.nn.functional.layer_norm"
     ),
-    **dict.fromkeys((f"{_NORMS}.fused_rms_norm", f"{_NORMS}.fused_rms_norm_affine"), "torch.nn.functional.rms_norm"),
-    "apex.optimizers.FusedNovoGrad": "timm.optim.NvNovoGrad or torch.optim.AdamW",
-    "apex.optimizers.fused_novograd": "timm.optim.NvNovoGrad or torch.optim.AdamW",
-    "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)[0]",
+    f"{_NORMS}.mixed_dtype_fused_layer_norm_affine": "torch.nn.functional.layer_norm, with a cast of its input",
+    **dict.fromkeys(
+        (f"{_NORMS}.fused_rms_norm", f"{_NORMS}.fused_rms_norm_affine", f"{_NORMS}.manual_rms_norm"),
+        "torch.nn.functional.rms_norm",
+    ),
+    f"{_NORMS}.mixed_dtype_fused_rms_norm_affine": "torch.nn.functional.rms_norm, with a cast of its input",
+    **dict.fromkeys(
+        ("apex.optimizers.FP16_Optimizer", "apex.optimizers.fp16_optimizer"),
+        f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
+    ),
+    **dict.fromkeys(
+        ("apex.optimizers.FusedMixedPrecisionLamb", "apex.optimizers.fused_mixed_precision_lamb"),
+        f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
+    ),
+    "apex.parallel.multiproc": "torchrun --nproc-per-node N -m mpinit run script.py",
 }
 
 

@@ -77,6 +77,19 @@ def test_flat_masters_of_several_dtypes_are_refused() -> None:
         prep_param_lists(network_to_half(network()), flat_master=True)
 
 
+def test_a_float16_model_casts_its_inputs_and_keeps_batchnorm() -> None:
+    model = fp16_utils.FP16Model(network())
+    assert model(torch.randn(4, 6)).dtype == torch.float16
+    assert model.network[1].weight.dtype == torch.float32
+
+
+def test_gradients_are_clipped_as_by_torch() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 2.0)
+    assert fp16_utils.clip_grad_norm([weight], 1.0).item() == 4.0
+    torch.testing.assert_close(weight.grad, torch.full((4,), 0.5))
+
+
 def test_numbers_of_tensors_and_lists() -> None:
     assert to_python_float(torch.tensor(2.0)) == to_python_float([2.0]) == 2.0
 

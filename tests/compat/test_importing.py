@@ -84,7 +84,7 @@ def test_import_inside_try_of_scripts_own_is_logged_once(
 ) -> None:
     monkeypatch.setattr(importing, "_logged", set())
     for statement in (
-        "from apex.optimizers import FusedAdam, FusedNovoGrad",
+        "from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb",
         "from apex.contrib.optimizers import FusedAdam",
     ):
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_import_inside_try_of_scripts_own_is_logged_once(
                 exec(f"try:\n    {statement}\nexcept ImportError:\n    raise ImportError('Please install apex')")
     said = [record.getMessage() for record in caplog.records if record.name == "mpinit"]
     assert len(said) == 2
-    assert said[0].startswith("apex.optimizers.FusedNovoGrad is not part of") and "NvNovoGrad" in said[0]
+    assert said[0].startswith("apex.optimizers.FusedMixedPrecisionLamb is not") and "FusedLAMB" in said[0]
     assert said[1].startswith("apex.contrib is not part of") and "install NVIDIA apex" in said[1]
 
 

@@ -260,6 +260,13 @@ def test_scaled_gradients_are_not_normalised() -> None:
     assert torch.equal(*weights)
 
 
+def test_the_class_is_found_in_the_module_too() -> None:
+    """apex.parallel.LARC is a module in apex: scripts write apex.parallel.LARC.LARC(...)."""
+    from mpinit.compat.apex import parallel
+
+    assert parallel.LARC.LARC is parallel.LARC is LARC  # type: ignore[attr-defined]
+
+
 def test_a_closure_is_refused() -> None:
     optimizer = LARC(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     with pytest.raises(RuntimeError, match="takes no closure"):

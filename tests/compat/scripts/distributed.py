@@ -85,7 +85,8 @@ values = [torch.full((2,), float(rank))]
 apex.parallel.Reducer(values).reduce()
 assert values[0].tolist() == [0.5, 0.5]
 
-group = dist.new_subgroups(1)[0]
+group = apex.parallel.create_syncbn_process_group(1)
+assert dist.get_world_size(group) == 1 and apex.parallel.create_syncbn_process_group(0) is None
 converted = convert_syncbn_model(make(batchnorm=True), process_group=group)
 assert isinstance(converted[1], apex.parallel.SyncBatchNorm) and converted[1].process_group is group
 

@@ -8,6 +8,8 @@ from typing import NoReturn
 from ...importing import refuse_missing
 from .fp16util import (
     BN_convert_float,
+    FP16Model,
+    clip_grad_norm,
     convert_module,
     convert_network,
     master_params_to_model_params,
@@ -20,6 +22,8 @@ from .fp16util import (
 
 __all__ = [
     "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
     "convert_module",
     "convert_network",
     "master_params_to_model_params",

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+clip_grad_norm = torch.nn.utils.clip_grad_norm_
+
 
 class tofp16(nn.Module):
     """A module that casts its input to float16."""
@@ -61,6 +63,22 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return network
+
+
+class FP16Model(nn.Module):
+    """A network in float16, but for its BatchNorms with parameters, whose inputs are cast to float16.
+
+    Args:
+        network: the network, which is cast in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Call the network with the inputs in float16."""
+        return self.network(*(value.half() for value in inputs))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

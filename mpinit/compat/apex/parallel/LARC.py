@@ -151,3 +151,7 @@ class LARC(Optimizer):
             rate = torch.clamp(rate / lr, max=1)
         # On the device: a branch would wait for it once a parameter.
         return torch.where((weight_norm != 0) & (grad_norm != 0), (grad + decay * weight) * rate, grad)
+
+
+# In apex, ``apex.parallel.LARC`` is the module, and the class is in it: both ways to write it work.
+LARC.LARC = LARC  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -37,6 +38,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Split all processes into groups that share BatchNorm statistics, and return this process's own.
+
+    Args:
+        group_size: number of processes in a group, a divisor of their number; 0: all of them.
+
+    Returns:
+        The group to pass as ``process_group``, or None for all.
+
+    Raises:
+        ValueError: the number of processes is no multiple of ``group_size``.
+    """
+    if group_size == 0:
+        return None
+    return dist.new_subgroups(group_size)[0]  # type: ignore[no-untyped-call]
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
