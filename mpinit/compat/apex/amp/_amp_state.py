@@ -10,6 +10,7 @@ from .scaler import LossScaler
 _OPTIONS = (
     "cast_model_type",
     "patch_torch_functions",
+    "patch_torch_functions_type",
     "keep_batchnorm_fp32",
     "master_weights",
     "loss_scale",
@@ -37,25 +38,14 @@ class AmpState:
         verbosity: the verbosity of the latest ``initialize``.
         allow_incoming_model_not_fp32: True: ``initialize`` does not warn about 16-bit models.
         disabled: whether the latest ``initialize`` was called with ``enabled=False``.
-        default_handle: the handle where ``amp.init`` was not called.
+        handle: the handle of ``amp.init`` until it is deactivated; otherwise that of ``amp.initialize``.
     """
 
     def __init__(self) -> None:
         self.verbosity = 1
         self.allow_incoming_model_not_fp32 = False
         self.disabled = False
-        self.default_handle: Any = None
-        self._handle: Any = None
-
-    @property
-    def handle(self) -> Any:
-        """The handle of ``amp.init`` while it is active; otherwise that of the latest ``amp.initialize`` at O1."""
-        is_ended = self._handle is None or not (self._handle.is_active() or type(self._handle).__name__ == "NoOpHandle")
-        return self.default_handle if is_ended else self._handle
-
-    @handle.setter
-    def handle(self, value: Any) -> None:
-        self._handle = value
+        self.handle: Any = None
 
     @property
     def has_no_scalers(self) -> bool:

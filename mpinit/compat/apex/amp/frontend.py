@@ -33,6 +33,7 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    patch_torch_functions_type: Any = None,
 ) -> Any:
     """Initialise models and optimizers for mixed precision; apex's arguments in apex's order.
 
@@ -47,6 +48,8 @@ def initialize(
         num_losses: number of losses, each with a scale of its own. Default 1.
         verbosity: 0 to 2; False is 0, and True is 1. Default 1.
         min_loss_scale, max_loss_scale: limits of a dynamic loss scale. Default None, and 2**24.
+        patch_torch_functions_type: the 16-bit dtype of functions at O1 and O4. Only ROCm's apex has it, as the argument
+            before ``keep_batchnorm_fp32``: pass it by name.
 
     Returns:
         The same objects as in the arguments: ``models``, or ``(models, optimizers)`` unless ``optimizers`` is None.
@@ -83,6 +86,7 @@ def initialize(
                 "verbosity": verbosity,
                 "min_loss_scale": min_loss_scale,
                 "max_loss_scale": max_loss_scale,
+                "patch_torch_functions_type": patch_torch_functions_type,
             },
             cast_policy="apex",
         )

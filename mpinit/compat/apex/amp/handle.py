@@ -95,7 +95,8 @@ class AmpHandle:
         loss_scale: "dynamic", or a number above 0.
         enable_caching: whether the cast of a weight is used again within an iteration.
         verbose: kept for scripts that read it.
-        allow_banned: True: functions that apex bans in float16 run in float32.
+        allow_banned: True: functions that apex bans in 16 bits run in float32.
+        patch_type: the 16-bit dtype of functions.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class AmpHandle:
         enable_caching: bool = True,
         verbose: bool = False,
         allow_banned: bool = False,
+        patch_type: torch.dtype = torch.float16,
     ) -> None:
         self._loss_scale = loss_scale
         self._enable_caching = enable_caching
@@ -120,7 +122,8 @@ class AmpHandle:
                 undone.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             # A session without parameters: it casts functions, and nothing else.
             casts = nn.Module()
-            _core.start(casts, None, "O1", {"loss_scale": 1.0}, cast_policy="apex")
+            properties = {"loss_scale": 1.0, "patch_torch_functions_type": patch_type}
+            _core.start(casts, None, "O1", properties, cast_policy="apex")
             undone.callback(mp.undo, casts)
             if not enable_caching:
                 torch.set_autocast_cache_enabled(False)
@@ -205,6 +208,8 @@ class AmpHandle:
     def _deactivate(self) -> None:
         """Undo ``amp.init``: functions and optimizers are as before. A second call does nothing."""
         self._is_active = False
+        if _amp_state.handle is self:
+            _amp_state.handle = _OF_SESSIONS
         while self._optimizers:
             optimizer = self._optimizers.pop()
             if _core.session_of(optimizer) is not None:
@@ -271,7 +276,7 @@ class SessionHandle:
         return [session for session in _core.live_sessions() if session.properties.patch_torch_functions]
 
 
-_amp_state.default_handle = SessionHandle()
+_OF_SESSIONS = _amp_state.handle = SessionHandle()
 
 
 def init(
@@ -280,6 +285,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
+    patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
     """Cast functions from here on, by apex's cast policy: apex's first interface. No model is changed.
 
@@ -288,8 +294,9 @@ def init(
         loss_scale: "dynamic", or a number above 0. Default "dynamic".
         enable_caching: whether the cast of a weight is used again within an iteration. Default True.
         verbose: kept for scripts that read it. Default False.
-        allow_banned: True: functions that apex bans in float16, ``binary_cross_entropy``, run in float32. Default
-            False: they raise NotImplementedError with float16 arguments.
+        allow_banned: True: functions that apex bans in 16 bits, ``binary_cross_entropy``, run in float32. Default
+            False: they raise NotImplementedError with 16-bit arguments.
+        patch_type: the 16-bit dtype of functions, as in ROCm's apex. Default torch.float16.
 
     Returns:
         The handle, with ``scale_loss`` and ``wrap_optimizer``. A later call of ``init`` deactivates an earlier handle.
@@ -307,6 +314,6 @@ def init(
     earlier = _amp_state.handle
     if isinstance(earlier, AmpHandle):
         earlier._deactivate()
-    _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned) if enabled else NoOpHandle()
-    handle: AmpHandle | NoOpHandle = _amp_state.handle
+    handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned, patch_type) if enabled else NoOpHandle()
+    _amp_state.handle = handle
     return handle
