@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from . import registry
-from .basics.dtypes import LOWER_PRECISION, is_lower_precision
+from .basics.dtypes import is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
@@ -22,6 +22,10 @@ from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_f
 from .distributed.verdict import meshes_of
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
+from .model.selection import Selection, select
+from .model.shared_memory import check_memory
+from .optimizer.members import parameters_of
+from .optimizer.optimizers import check_optimizers
 
 # How many names a message lists where none is near.
 _LISTED: Final = 6
@@ -77,12 +81,12 @@ def as_optimizers(value: Any) -> list[Any]:
 
 
 def check(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: Plan, awaits: bool = False
-) -> tuple[ModelIndex, list[str]]:
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: Plan, awaits: bool, process_group: Any
+) -> Selection:
     """Refuse objects that cannot be initialised; issue the warnings.
 
     Returns:
-        The index of the models, and the dotted names of parameters that are 16-bit already.
+        What the plan changes in the models.
 
     Raises:
         ValueError: an object that cannot be initialised; the message has the way out.
@@ -104,11 +108,18 @@ def check(
             _check_names_of_modules(index, keyword, entries)
     if props.entry_points or props.keep_inputs:
         check_argument_names(index, props.entry_points, props.keep_inputs)
-    _check_not_replaced(index, optimizers)
-    in_16_bit = [(parameter, name) for name, parameter in index.parameters if parameter.dtype in LOWER_PRECISION]
-    names = list(dict(reversed(in_16_bit)).values())[::-1]  # each parameter once, under its first name
-    if props.patch_torch_functions and names:
-        _warn_about_16_bit_weights(names)
+    # Optimizers that were made before the model was sharded, or moved off the meta device by to_empty().
+    replaced = replaced_since(index.parameters, parameters_of(optimizers))
+    if replaced:
+        raise ValueError(replaced)
+    selection = select(index, plan)
+    in_16_bit = [name for tensor, name in selection.came_in_16_bit.items() if isinstance(tensor, nn.Parameter)]
+    if props.patch_torch_functions and in_16_bit:
+        warn_user(
+            f"{counted(len(in_16_bit), 'weight is', 'weights are')} 16-bit already ({', '.join(in_16_bit[:3])} first), "
+            "but patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Pass the "
+            "model in float32, or use opt_level='O2'"
+        )
     _check_belonging(index, optimizers, awaits)
     if plan.cast_model and plan.model_dtype is torch.float16:
         warn_about_small_eps(index, plan.keeps)
@@ -117,9 +128,13 @@ def check(
             f"no parameter of {' and '.join(type(model).__name__ for model in models)} requires a gradient, so nothing "
             "is trained: call requires_grad_() on the parameters to train, before backward() at the latest"
         )
-    if len(models) > 1 and not awaits and plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT):
+    if len(models) > 1 and not awaits and plan.makes_masters:
         warn_about_target_networks(index, optimizers)
-    return index, names
+    _check_process_group(process_group, index, plan)
+    if selection.changes:
+        check_memory(index, selection.targets)
+    check_optimizers(optimizers, plan)
+    return selection
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -180,7 +195,7 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
     others = [s for s in registry.live() if casts or (s.plan.cast_model and is_lower_precision(s.plan.model_dtype))]
     own_ids = index.tensor_ids() if others else frozenset()
     for session in others:
-        if session.step_guard.tensor_ids.isdisjoint(own_ids):
+        if session.members.tensor_ids.isdisjoint(own_ids):
             continue
         shared = ModelIndex(session.models).tensor_ids()
         for name, module in index.named_modules:
@@ -217,14 +232,6 @@ def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[A
                 f"{keyword}={pattern!r} matches no module{hint}{more}. Names are those of model.named_modules()"
                 + (", or of parameters and buffers" if keeps else "")
             )
-
-
-def _warn_about_16_bit_weights(names: list[str]) -> None:
-    warn_user(
-        f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
-        "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Pass the "
-        "model in float32, or use opt_level='O2'"
-    )
 
 
 def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits: bool) -> None:
@@ -292,15 +299,7 @@ def _wrapper(kind: type[nn.Module]) -> str | None:
     return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
-def _check_not_replaced(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that were made before the model was sharded, or moved off the meta device by to_empty()."""
-    value = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    fault = replaced_since(index.parameters, value)
-    if fault:
-        raise ValueError(fault)
-
-
-def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
+def _check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     """Validate ``process_group``; refuse shards among which overflow cannot be agreed on without one."""
     meshes = meshes_of([parameter for _, parameter in index.parameters]) if is_distributed() else []
     if group is not None:

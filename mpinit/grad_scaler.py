@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         session: Session | None = registry.shared_session(known)
         self._session = session
         self._loss_scaler: LossScaler | None = None if session is None else session.losses.scaler(loss_id)
-        first = None if session is None else next(iter(session.managed.initialized.parameters()), None)
+        first = None if session is None else next(iter(session.managed.members.parameters()), None)
         device = "cpu" if first is None or first.is_meta else first.device.type
         if not enabled or self._loss_scaler is None or self._loss_scaler.is_identity:
             super().__init__(device, enabled=False)

@@ -68,7 +68,7 @@ def float32_weights(owners: Any) -> Iterator[None]:
 @contextmanager
 def _of_session(session: Session) -> Iterator[None]:
     session.managed.check_idle("mpinit.float32_weights()")
-    block = Float32Block(session.models, session.values)
+    block = Float32Block(session.models, session.casts)
     _open.append(session)
     try:
         # Tensors that are made in inference mode have no version counters.

@@ -19,7 +19,9 @@ from .config.properties import KeptInputs, KeptModules
 from .config.reading import DEFAULT_LEVEL, NO_PROPERTIES, PROPERTIES, Config, check_names, resolve
 from .distributed.ddp import compare_disabled
 from .distributed.sharding import is_distributed
-from .session import Request, Session
+from .model.selection import Selection
+from .optimizer.members import Members
+from .session import Session
 
 # One of them, or a list or tuple: objects are returned with the type that they were passed with.
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
@@ -167,14 +169,14 @@ def start(
     undo_dropped()
     if enabled:
         plan = make_plan(props, cast_policy)
-        index, names_in_16_bit = checks.check(model_list, optimizer_list, plan, await_optimizers)
-        checks.check_process_group(process_group, index, plan)
-        session = Session(model_list, optimizer_list, Request(level, plan, await_optimizers, process_group))
+        selection = checks.check(model_list, optimizer_list, plan, await_optimizers, process_group)
+        session = Session(Members(level, model_list, optimizer_list), plan, await_optimizers, process_group)
         failed = UndoStack()
         try:
-            session.apply(index, failed)
+            session.apply(selection, failed)
             registry.add(session)
-            _announce(session, names_in_16_bit)
+            if session.verbosity > 0:
+                _announce(session, selection)
             registry.enable([*model_list, *optimizer_list])
             session.begin()
         except BaseException:
@@ -187,24 +189,20 @@ def start(
     return models if optimizers is None else (models, optimizers)
 
 
-def _announce(session: Session, names_in_16_bit: list[str]) -> None:
+def _announce(session: Session, selection: Selection) -> None:
     """Log in one line what was set up, and in another which weights were 16-bit already."""
-    if session.verbosity < 1:
-        return
     words = ", ".join(f"{name}={value}" for name, value in session.view.settings().items())
-    rounded = len(session.values.casts.rounded())
+    rounded = len(session.casts.rounded())
     if rounded:
         words += f"; {counted(rounded, 'weight has', 'weights have')} no master, and undo gives the rounded numbers"
-    if session.selection.declared:
-        words += f"; float32, as the library lists them: {', '.join(session.selection.declared)}"
+    if selection.declared:
+        words += f"; float32, as the library lists them: {', '.join(selection.declared)}"
     log.info("%s: %s", session.describe(), words)
-    if names_in_16_bit:
-        first = ", ".join(names_in_16_bit[:3])
+    names = [name for tensor, name in selection.came_in_16_bit.items() if isinstance(tensor, nn.Parameter)]
+    if names:
+        first = ", ".join(names[:3])
         log.info(
-            "%s: %s had a 16-bit dtype already, first %s",
-            session.describe(),
-            counted(len(names_in_16_bit), "weight"),
-            first,
+            "%s: %s had a 16-bit dtype already, first %s", session.describe(), counted(len(names), "weight"), first
         )
 
 
@@ -250,8 +248,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     with UndoStack() as undos:
         for joined, members in sessions.items():
             undos.push(joined.add_optimizers(members))
-    for joined, members in sessions.items():
-        joined.finish_adding(members)
+    for joined in sessions:
         registry.add(joined)
     registry.enable(listed)
     registry.disable([], off)

@@ -32,16 +32,13 @@ class SessionView:
 
     def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype of a tensor of the models before ``initialize``."""
-        master = self._session.masters.of(tensor)
-        dtype: torch.dtype = (
-            self._session.values.casts.original_dtype(tensor) if master is None else master.original_dtype
-        )
+        dtype: torch.dtype = self._session.casts.original_dtype(tensor)
         return dtype
 
     def ids_cast_in_forwards(self) -> set[int]:
         """Return the ids of the models' tensors that are float32 now, and 16-bit in forwards."""
         session = self._session
-        found = set(session.values.narrow)
+        found = set(session.casts.narrow)
         for module in {module for model in session.models for module in modules_of(model)}:
             for patched in filter(None, map(forward.patched_forward, vars(module).values())):
                 found.update(map(id, [] if patched.weights is None else patched.weights.parameters()))

@@ -426,10 +426,11 @@ def script_initialised() -> None:
 
 
 def added_later() -> None:
-    model, _ = pair()
+    model, optimizer = pair("O1")
     model.more = nn.Linear(2, 2)
     model.layer = nn.Linear(4, 4)
-    model(X)
+    backward(model, optimizer)
+    optimizer.step()
 
 
 def which_session() -> None:

@@ -193,13 +193,8 @@ class FullMasters(Masters):
         for master in new:
             master.is_compared = True
 
-    def round_written(self) -> None:
-        """Round the masters that users have, and have written to, into their weights; before a forward.
-
-        Raises:
-            RuntimeError: such a weight was written to, too, and differs.
-        """
-        if self._handed_out and not self.are_in_model:
+    def _round_written(self) -> None:
+        if self._handed_out:
             parameters = versions_of([master.parameter for master in self._handed_out])
             pairs = zip(self._handed_out, parameters, strict=True)
             written = [master for master, version in pairs if master.seen[1] != version]

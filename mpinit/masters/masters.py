@@ -166,6 +166,25 @@ class Masters(ABC):
         unwatch(self._watched)
         self._remove_property()
 
+    def apply_writes(self) -> None:
+        """Round masters that users have written to into their weights; at a forward, a step, and before a read.
+
+        Raises:
+            RuntimeError: the data of a weight has another dtype or shape, or a weight and its master were both written
+                to, differently.
+        """
+        if not self.are_in_model:
+            self.check_data()
+            self._round_written()
+
+    def discard_unused(self, masters: Iterable[Master]) -> None:
+        """Free the masters of weights that are in no optimizer and in no model any more."""
+        unused = [master for master in masters if master.optimizers == 0]
+        used = {id(parameter) for model in self.names.models for parameter in model.parameters()} if unused else ()
+        for master in unused:
+            if id(master.weight) not in used:
+                self.discard(master)
+
     def check_data(self) -> None:
         """Refuse weights whose ``data`` was replaced by a tensor of another dtype or shape.
 
@@ -183,6 +202,14 @@ class Masters(ABC):
         if (weight.dtype, weight.shape) != (master.dtype, shape):
             given = self.names.of(weight), weight.dtype, tuple(weight.shape)
             raise RuntimeError(_OTHER_DATA.format(*given, master.dtype, tuple(shape)))
+
+    @abstractmethod
+    def hand_out(self, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """List the masters of weights as users have them; for a weight without one that lasts, the weight."""
+
+    @abstractmethod
+    def _round_written(self) -> None:
+        """Round the masters that users have, and have written to, into their weights."""
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:

@@ -71,6 +71,13 @@ class SplitMasters(Masters):
         super().__init__(names, grad_dtype)
         self.buffers: dict[torch.device, torch.Tensor] = {}
 
+    def hand_out(self, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """List the weights: their masters are in memory only while a step runs."""
+        return list(weights)
+
+    def _round_written(self) -> None:
+        pass
+
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
         return SplitMaster(weight)

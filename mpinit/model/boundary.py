@@ -11,21 +11,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..autocast.forward_casts import ForwardCasts
 from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
-from ..basics.logs import warn_user
 from ..basics.running import current_pass, is_tracing_symbolically
-from ..basics.tables import counted
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
-from ..distributed.ddp import note_running_wrapper
-from ..distributed.sharding import is_distributed, is_sharded, model_parameters, replaced_since
 from .entry_points import ArgumentNames
-from .float32_values import Float32Values
-from .written_buffers import WrittenBuffers
+from .writes import Writes
 
 
 class _CurrentForward(threading.local):
@@ -48,98 +42,12 @@ class _CurrentForward(threading.local):
 current_forward: Final = _CurrentForward()
 
 
-class ForwardGuard:
-    """The checks before a model of a session is called while no forward of an initialised model runs in this thread.
-
-    Attributes:
-        models, masters: those of the session.
-        has_float32_values: whether there are float32 values that users may write to.
-        warns_of_inputs: whether the first call of each method warns of inputs that their cast spoils.
-        tensor_ids: the ids of the models' parameters and buffers, after the casts.
-        eager_forwards: how many forwards ran that were not compiled. Such a forward applies writes.
-    """
-
-    has_float32_values = True
-    warns_of_inputs = False
-    tensor_ids: frozenset[int] = frozenset()
-    eager_forwards = 0
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        values: Float32Values,
-        optimizers: Sequence[Optimizer],
-        written: WrittenBuffers,
-    ) -> None:
-        self.models = models
-        self.masters = values.masters
-        self._values = values
-        self._optimizers = optimizers
-        self.written = written
-        self._is_first = True
-        # While one thread applies pending writes, forwards of other threads wait.
-        self._lock = threading.RLock()
-
-    def before_forward(self) -> None:
-        """Apply pending writes, and check the parameters in the first forward.
-
-        Raises:
-            RuntimeError: see :meth:`check_present`.
-        """
-        if self._is_first and not self.masters.are_in_model:
-            self.check_present()
-            self._warn_of_new_parameters()
-            self._is_first = False
-        if is_distributed():
-            note_running_wrapper()
-        self.eager_forwards += 1
-        if torch.is_grad_enabled():
-            self.written.begin()
-        if self.has_float32_values:
-            with self._lock:
-                self._values.before_use()
-
-    def check_present(self) -> None:
-        """Check that the models still have the parameters that they had in ``initialize``.
-
-        Raises:
-            RuntimeError: ``fully_shard`` or a similar call has replaced some; the optimizer would step the old ones.
-        """
-        stepped: list[torch.Tensor] = [master.weight for master in self.masters]
-        stepped += [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
-        named = [each for model in self.models for each in model.named_parameters()]
-        fault = replaced_since(named, stepped)
-        if fault:
-            raise RuntimeError(fault)
-
-    def _warn_of_new_parameters(self) -> None:
-        """Warn where a parameter replaces one that an optimizer steps, and is in no optimizer."""
-        parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
-        if any(map(is_sharded, parameters)):
-            return  # in a forward FSDP2 has gathered them into others
-        stepped = set(map(id, parameters))
-        named = [each for model in self.models for each in model.named_parameters()]
-        gone = (stepped & self.tensor_ids).difference(id(parameter) for _, parameter in named)
-        new = [name for name, p in named if p.requires_grad and id(p) not in stepped | self.tensor_ids] if gone else []
-        if new:
-            warn_user(
-                f"{counted(len(new), 'parameter was', 'parameters were')} put into the model after mpinit.initialize "
-                f"({', '.join(map(repr, new[:3]))} first), where an optimizer steps what was there before: they are "
-                "not trained. Change the model (resize_token_embeddings, a new head) before its optimizer is made and "
-                "mpinit.initialize is called"
-            )
-
-    def parameters(self) -> dict[nn.Parameter, None]:
-        """Return the models' parameters, each once."""
-        return model_parameters(self.models)
-
-
 class Boundary:
     """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
-        guard: the checks before a call while no forward of an initialised model runs in this thread.
-        targets: ids of the models' tensors -> the dtype that they were cast to.
+        writes: what is done before a call while no forward of an initialised model runs in this thread.
+        warns_of_inputs: whether the first call of each method warns of inputs that their cast spoils.
     """
 
     def __init__(
@@ -155,13 +63,13 @@ class Boundary:
         self.output_dtype = output_dtype
         self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
-        self.guard: ForwardGuard | None = None
-        self.targets: dict[int, torch.dtype] = {}
+        self.writes: Writes | None = None
+        self.warns_of_inputs = False
         self.is_live = True
 
     def retire(self) -> None:
         """Cast nothing from now on: a wrapper of the user's may still call the patched forward after the undo."""
-        self.inner_dtype = self.output_dtype = self.casts = self.guard = None
+        self.inner_dtype = self.output_dtype = self.casts = self.writes = None
         self.cast_inputs = self.is_live = False
 
     @contextmanager
@@ -173,32 +81,6 @@ class Boundary:
         finally:
             if self.is_live:
                 self.inner_dtype = narrow
-
-    def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
-        """Explain why a forward failed: a parameter of another dtype, or an input that was not cast; None: neither."""
-        inner = self.inner_dtype
-        if inner is None or not is_lower_precision(inner):
-            return None
-        for name, parameter in module.named_parameters():
-            expected = self.targets.get(id(parameter), inner)
-            if parameter.is_floating_point() and parameter.dtype is not expected:
-                return (
-                    f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "
-                    f"has cast to {dtype_name(inner)}, and its forward has failed. Write values with copy_() or "
-                    "load_state_dict(), which keep a parameter's dtype. Cast a module that is added to the model later "
-                    f"with .to({inner}), and pass its parameters to optimizer.add_param_group. Or initialise with "
-                    'master_weights="model", where parameters are float32'
-                )
-        leaves = (leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, (torch.Tensor, nn.Module, Mapping)))
-        unknown = next((type(leaf).__name__ for leaf in leaves if _may_have_tensors(leaf)), None)
-        if unknown is None:
-            return None
-        return (
-            f"forward of {type(module).__name__} has failed, and one of its inputs is an object of type {unknown}. "
-            "mpinit casts tensors in lists, tuples, dicts, dataclasses and classes of torch's pytree, and does not "
-            f"cast tensors in other objects. Register a cast, mpinit.register_input({unknown}, lambda value, dtype: "
-            f"...), or pass the object's tensors as arguments, or convert them to {inner} first"
-        )
 
     def call_with_casts(
         self,
@@ -301,13 +183,6 @@ def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
     # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
     return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
-
-
-def _may_have_tensors(leaf: Any) -> bool:
-    """Return whether an object that is no container may contain tensors: it has ``to``, or a tensor as an attribute."""
-    return hasattr(leaf, "to") or any(
-        isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()
-    )
 
 
 def caller_dtype(

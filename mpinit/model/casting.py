@@ -1,7 +1,7 @@
-"""Casts of parameters and buffers, and their undo to the bit."""
+"""Casts of parameters and buffers, their float32 numbers, and the undo of the casts."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,15 +11,12 @@ from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision, m
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
-from ..distributed.sharding import local, rebuild_groups, set_data
+from ..distributed.sharding import local, rebuild_groups, set_data, sharded_as
 from ..masters.law import restore_unchanged
 from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .precision_loss import warn_about_precision_loss
 from .selection import is_parameter
-
-# Elements of a tensor that are compared at a time.
-_PIECE = 1 << 18
 
 
 @dataclass(eq=False)
@@ -31,56 +28,88 @@ class _Buffer:
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
 
-class TensorCasts:
-    """The casts of all parameters and buffers that have no masters.
+class Casts:
+    """The casts of a session's tensors, and the float32 numbers that the 16-bit ones have.
 
     A parameter stays the same object and gets new data. A buffer is replaced, as by ``module.half()``, in every module
     of the models that has it, because the tensor may be the user's own or another model's. Finite values beyond the
-    narrower dtype's largest become that largest, with a warning.
+    narrower dtype's largest become that largest, with a warning; of a weight with a master they are refused.
 
-    :meth:`undo` restores the dtypes. Buffers that were not changed are the original tensors again. Parameters keep
-    their rounding: their float32 values are kept, on the host, only until :meth:`finish`, for a failed set-up.
+    :meth:`undo` restores the dtypes of tensors without masters. Buffers that were not changed are the original tensors
+    again. Parameters keep their rounding: their float32 values are kept, on the host, only until :meth:`finish`, for a
+    failed set-up.
+
+    Attributes:
+        masters: the masters of the weights that are trained.
+        narrow: inside a ``float32_weights`` block the id of each float32 tensor -> the 16-bit tensor that it replaces.
     """
 
-    def __init__(
-        self,
-        targets: Mapping[torch.Tensor, torch.dtype],
-        trained: Collection[torch.Tensor],
-    ) -> None:
-        self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
-        self._out_of_range: set[torch.Tensor] = set()
+    def __init__(self, masters: Masters) -> None:
+        self.masters = masters
+        self.narrow: dict[int, torch.Tensor] = {}
+        # Before the casts: the dtypes of parameters; their data, of sharded ones the part in this process; their
+        # gradients, which are also here while a parameter gets another dtype.
         self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
-        # Values of parameters before they were cast; of sharded ones the part in this process.
         self._originals: dict[torch.Tensor, torch.Tensor] = {}
-        # Gradients from before the cast, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
+        self._widened: Sequence[torch.Tensor] = ()
+        # The 16-bit dtype of the models, and the tensors that had it before, weakly and by name: moving a model to a
+        # device replaces its buffers.
+        self._dtype: torch.dtype | None = None
+        self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._names_before: set[str] = set()
 
     @torch.no_grad()
-    def apply(self, index: ModelIndex) -> None:
-        """Cast the tensors one after another, with their gradients, and update the index.
+    def cast_models(
+        self,
+        index: ModelIndex,
+        targets: Mapping[torch.Tensor, torch.dtype],
+        dtype: torch.dtype | None,
+        widened: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Cast tensors one after another, with their gradients, and update the index.
 
-        After an exception :meth:`undo` reverses the casts that were made.
+        After an exception :meth:`undo`, and the undo of the masters, reverse the casts that were made.
 
         Args:
             index: the index of the models.
+            targets: tensor -> the dtype that it gets.
+            dtype: the 16-bit dtype of tensors to be widened by the undo if they come into the models later; or None.
+            widened: parameters that become float32 and stay so after the undo.
         """
-        self._out_of_range = out_of_range(self._targets)
-        warn_about_clamping(index, self._out_of_range)
-        warn_about_precision_loss(index, self._targets, but_for=self._out_of_range)
+        self._widened = widened
+        before = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
+        self._names_before = {name for name, _ in before}
+        self._before |= {tensor for _, tensor in before}
+        self._dtype = dtype
+        mastered: dict[torch.Tensor, torch.dtype] = {m.weight: targets.get(m.weight, m.dtype) for m in self.masters}
+        changed = {tensor: to for tensor, to in targets.items() if tensor not in mastered and tensor.dtype != to}
+        _check_range(index, mastered)
+        clamped = out_of_range(changed)
+        _warn_about_clamping(index, clamped)
+        warn_about_precision_loss(index, changed, but_for=clamped)
         places = index.places_of_buffers()
-        for tensor, dtype in self._targets.items():
+        for tensor, to in changed.items():
+            values = TENSOR_DETACH(tensor)
+            cast = cast_within_range(values, to) if tensor in clamped else values.to(to)
             if is_parameter(tensor):
-                self._cast_parameter(tensor, dtype)
+                self._set_parameter(tensor, values, cast)
             else:
-                self._cast_buffer(tensor, dtype, places.get(tensor, []))
+                self._set_buffer(tensor, cast, places.get(tensor, []))
         index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
+        # The undo of these is that of the masters.
+        for master in self.masters:
+            self.masters.cast(master, mastered[master.weight])
+        rebuild_flat_weights(index.names)
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
+        for_good = set(self._widened)
+        dtypes = {p: dtype for p, dtype in self._original_dtypes.items() if p not in for_good}
         # All at once: until here an interruption is one of the set-up.
-        self._targets, self._gradients, self._originals = {}, {}, {}
+        self._original_dtypes, self._gradients, self._originals, self._widened = dtypes, {}, {}, ()
 
     def rounded(self) -> list[torch.Tensor]:
         """List the float32 parameters that were cast to 16 bits: without a master they keep their rounding."""
@@ -88,34 +117,41 @@ class TensorCasts:
             p for p, dtype in self._original_dtypes.items() if dtype is torch.float32 and is_lower_precision(p.dtype)
         ]
 
-    def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's values in its original dtype, with later writes; None if it has no other values."""
-        if tensor in self._buffers:
-            return _with_original_bits(self._buffers[tensor], tensor)
-        original = self._originals.get(tensor)
-        if original is None or tensor.dtype == original.dtype:
-            return None
-        return _widened(tensor, original.dtype, original)
+    # -- float32 numbers ----------------------------------------------------------------------------------------
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 values of a 16-bit tensor, with later writes; changes nothing.
+
+        Returns:
+            A tensor that must not be written to; None if the tensor has no other values than its own.
+        """
+        master = self.masters.of(tensor)
+        if master is not None:
+            return self.masters.values(master)
+        return _with_original_bits(self._buffers[tensor], tensor) if tensor in self._buffers else None
 
     def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype of a parameter before it was cast."""
-        return self._original_dtypes.get(tensor, tensor.dtype)
-
-    def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Do nothing: no values from before a cast are kept."""
-
-    def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
-        """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
-        self._original_dtypes.setdefault(parameter, original_dtype)
+        """Return the dtype of a parameter before ``initialize``."""
+        master = self.masters.of(tensor)
+        return self._original_dtypes.get(tensor, tensor.dtype) if master is None else master.original_dtype
 
     @torch.no_grad()
-    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the float32 values that were just loaded into a 16-bit tensor.
+    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Record float32 values that were loaded into a 16-bit tensor, so that ``state_dict()`` and undo return them.
 
-        So ``state_dict()`` and :meth:`undo` return all their bits.
+        Args:
+            tensor: the tensor.
+            values: float32, of its shape.
+
+        Returns:
+            Whether the tensor has a master, which has these values now.
         """
+        master = self.masters.of(tensor)
+        if master is not None:
+            self.masters.load(master, values)
+            return True
         if tensor.is_meta or not (tensor in self._buffers or isinstance(tensor, nn.Parameter)):
-            return
+            return False
         values = values.detach().to(device=tensor.device)
         if out_of_range({values: tensor.dtype}):
             tensor.copy_(cast_within_range(values, tensor.dtype))
@@ -123,35 +159,46 @@ class TensorCasts:
             entry = self._buffers[tensor]
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
+        return False
 
+    # -- undo -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def undo(self) -> None:
-        """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""
+        """Restore the dtype of every tensor without a master, and the bits of buffers. May be called again."""
         for parameter in reversed(list(self._original_dtypes)):
             self._restore_parameter(parameter)
         for entry in reversed(list(self._buffers.values())):
             self._restore_buffer(entry)
 
-    # -- parameters ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def widen_later_tensors(self) -> None:
+        """Make 16-bit tensors float32 that came into the models after the casts, such as the masks of pruning.
 
-    def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        values = TENSOR_DETACH(parameter)
-        cast = cast_within_range(values, dtype) if parameter in self._out_of_range else values.to(dtype)
-        self._original_dtypes[parameter] = parameter.dtype
-        self._keep(parameter, values, cast)
+        Otherwise the forward of a float32 model would meet them. It is the last undo: a weight whose undo has failed
+        still has a master.
+        """
+        wide: dict[int, torch.Tensor] = {}
+        for path, module in [named for model in self.masters.names.models for named in model.named_modules()]:
+            for name, tensor in own_tensors(module) if self._dtype is not None else ():
+                was_so = tensor in self._before or dotted(path, name) in self._names_before
+                if tensor.dtype is not self._dtype or was_so or self.masters.of(tensor) is not None:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    convert(tensor, torch.float32)
+                else:
+                    # Modules that share a buffer share the float32 one.
+                    module._buffers[name] = wide.setdefault(id(tensor), tensor.float())
+
+    def _set_parameter(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
+        if not values.is_meta:
+            # On the host: the device may have no room for both.
+            self._originals[parameter] = local(values).to("cpu")
         if parameter.grad is not None:
             self._gradients[parameter] = parameter.grad
-        _replace_data(parameter, cast, self._gradients.get(parameter))
+        self._original_dtypes[parameter] = parameter.dtype
+        _replace_data(parameter, cast, parameter.grad)
 
-    def _keep(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
-        """Keep values that lose bits in a cast, in memory that no other tensor shares."""
-        self._originals.pop(parameter, None)
-        original = local(values)
-        has_numbers = original.layout is torch.strided and not original.is_meta
-        pieces = zip(_pieces(local(cast)), _pieces(original), strict=True) if has_numbers else ()
-        if any(not torch.equal(narrow.to(original.dtype), piece) for narrow, piece in pieces):
-            self._originals[parameter] = original.to("cpu", copy=True)
-
-    @torch.no_grad()
     def _restore_parameter(self, parameter: torch.Tensor) -> None:
         dtype = self._original_dtypes[parameter]
         if parameter.dtype == dtype and parameter not in self._gradients:
@@ -161,21 +208,20 @@ class TensorCasts:
             # An interruption between here and the end finds it there.
             self._gradients[parameter] = gradient
         if parameter.dtype != dtype:
-            _replace_data(parameter, _widened(parameter, dtype, self._originals.get(parameter)), gradient)
+            original = self._originals.get(parameter)
+            values = TENSOR_DETACH(parameter).to(dtype)
+            if original is not None:
+                values = sharded_as(original.to(local(values).device), parameter)
+            _replace_data(parameter, values, gradient)
         elif gradient is not None:
             parameter.grad = gradient.to(dtype)
         self._gradients.pop(parameter, None)
 
-    # -- buffers ------------------------------------------------------------------------------------------------
-
-    def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
-        values = original.detach()
-        cast = cast_within_range(values, dtype) if original in self._out_of_range else values.to(dtype)
+    def _set_buffer(self, original: torch.Tensor, cast: torch.Tensor, places: list[tuple[nn.Module, str]]) -> None:
         self._buffers[cast] = _Buffer(original, cast, [(weakref.ref(module), name) for module, name in places])
         for module, name in places:
             module._buffers[name] = cast
 
-    @torch.no_grad()
     def _restore_buffer(self, entry: _Buffer) -> None:
         for known, name in entry.places:
             module = known()
@@ -208,23 +254,6 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
         tensor.grad = gradient.to(values.dtype)
 
 
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split a tensor along its first dimension, so that temporaries are small."""
-    if tensor.dim() == 0:
-        return (tensor,)
-    return torch.split(tensor, max(1, len(tensor) * _PIECE // max(1, tensor.numel())))
-
-
-def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor | None) -> torch.Tensor:
-    present: torch.Tensor = TENSOR_DETACH(parameter)
-    values = present.to(dtype)
-    part = local(values)
-    if original is not None and part.shape == original.shape:
-        here = original.to(part.device)
-        part.copy_(restore_unchanged(here, cast_within_range(here, present.dtype), local(present)))
-    return values
-
-
 def _with_original_bits(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     """Return a buffer in its original dtype: the original tensor itself if nothing was written."""
     original = entry.original
@@ -235,52 +264,6 @@ def _with_original_bits(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     here = original.detach().to(present.device)
     found = restore_unchanged(here, cast_within_range(here, present.dtype), present.detach())
     return original if found is here and original.device == present.device else found
-
-
-# -- tensors that come into a cast model later ------------------------------------------------------------------------
-
-
-class LaterTensors:
-    """The 16-bit tensors that were added to models after their casts, such as the masks of pruning.
-
-    Without :meth:`widen` they would stay 16-bit after the undo, in a float32 model, whose forward then fails.
-
-    Args:
-        models: the models.
-        index: the index of the models before the casts.
-        dtype: the dtype that the models are cast to.
-        masters: the masters of the models' weights.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], index: ModelIndex, dtype: torch.dtype, masters: Masters) -> None:
-        self._models = models
-        self._masters = masters
-        self._dtype = dtype
-        # Tensors that had this dtype before initialize, also by name: moving a model to a device replaces its buffers.
-        before = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
-        self._names_before = {name for name, _ in before}
-        self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._before.update(tensor for _, tensor in before)
-
-    @torch.no_grad()
-    def widen(self) -> None:
-        """Make these tensors float32, after the undo of the casts; a weight whose undo failed still has a master."""
-        wide: dict[int, torch.Tensor] = {}
-        for path, module in [named for model in self._models for named in model.named_modules()]:
-            for name, tensor in own_tensors(module):
-                if (
-                    tensor.dtype is not self._dtype
-                    or tensor in self._before
-                    or dotted(path, name) in self._names_before
-                ):
-                    continue
-                if self._masters.of(tensor) is not None:
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    convert(tensor, torch.float32)
-                else:
-                    # Modules that share a buffer share the float32 one.
-                    module._buffers[name] = wide.setdefault(id(tensor), tensor.float())
 
 
 # -- values out of range ----------------------------------------------------------------------------------------------
@@ -312,7 +295,7 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     return found
 
 
-def check_range(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+def _check_range(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """Refuse weights with masters whose finite values overflow in the dtype that they are cast to."""
     found = out_of_range(targets)
     if found:
@@ -325,7 +308,7 @@ def check_range(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) 
         )
 
 
-def warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) -> None:
+def _warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) -> None:
     """Warn once, naming all ``tensors`` whose values are about to be clamped."""
     if not tensors:
         return

@@ -21,7 +21,7 @@ from ..basics.modules import modules_of, own_tensors
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
-from .float32_values import Float32Values
+from .casting import Casts
 from .forward import patched_forward
 from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit
@@ -34,23 +34,23 @@ class Float32Copies:
     """The copies that are made of a session's 16-bit tensors.
 
     Args:
-        values: the float32 values of the tensors; None where no tensor is cast, as at O1.
+        casts: the casts of the tensors; None where no tensor is cast, as at O1.
         unchanged: the ids of tensors that were 16-bit before ``initialize``: without a master they stay it.
     """
 
-    def __init__(self, values: Float32Values | None, unchanged: Collection[int] = ()) -> None:
-        self._values, self._unchanged = values, unchanged
+    def __init__(self, casts: Casts | None, unchanged: Collection[int] = ()) -> None:
+        self._casts, self._unchanged = casts, unchanged
         # The id of a tensor -> its copy in the pickle that is being made, which keeps it alive.
         self._in_pickle: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def apply_writes(self) -> None:
         """Round what users wrote to float32 values into the weights."""
-        if self._values is not None:
-            self._values.apply_writes()
+        if self._casts is not None:
+            self._casts.masters.apply_writes()
 
     def deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
         """Put a copy into the memo of a ``copy.deepcopy``."""
-        if not is_16_bit(tensor) or self._values is None or is_sharded(tensor):
+        if not is_16_bit(tensor) or self._casts is None or is_sharded(tensor):
             return
         known = memo.get(id(tensor))
         if known is None:
@@ -60,7 +60,7 @@ class Float32Copies:
 
     def in_pickle(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy to pickle: the same one for all places of the tensor in one pickle."""
-        if not is_16_bit(tensor) or self._values is None or is_sharded(tensor):
+        if not is_16_bit(tensor) or self._casts is None or is_sharded(tensor):
             return tensor
         known = self._in_pickle.get(id(tensor))
         copied = None if known is None else known()
@@ -70,7 +70,7 @@ class Float32Copies:
         return copied
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        wide = None if self._values is None else self._values.of(tensor)
+        wide = None if self._casts is None else self._casts.values_of(tensor)
         stays = wide is None and id(tensor) in self._unchanged
         dtype = tensor.dtype if stays else torch.float32 if wide is None else wide.dtype
         wide = (tensor if wide is None else wide).detach().to(dtype, copy=True)

@@ -13,7 +13,9 @@ _NOTE: Final = (
     "mpinit: forward of {} runs in {}. Where its own code needs float32 (a function without a 16-bit kernel, a tensor "
     "that it makes itself), name that module in mpinit.initialize(keep_fp32=[...]), or use opt_level='O1' or 'O4', "
     "which cast in functions. Where a method besides forward was called, name it in entry_points=[...], so that its "
-    "inputs and outputs are cast."
+    "inputs and outputs are cast. Where an input is an object with tensors in it, mpinit.register_input its class. "
+    "Where a module was put into the model after mpinit.initialize, call .to({}) on it, and "
+    "optimizer.add_param_group."
 )
 
 
@@ -28,4 +30,4 @@ def add_note(error: Exception, kind: str, dtype: torch.dtype | None) -> None:
     if dtype is None or not is_lower_precision(dtype) or _DTYPES.search(str(error)) is None:
         return
     if not any(note.startswith("mpinit: ") for note in getattr(error, "__notes__", ())):
-        error.add_note(_NOTE.format(kind, dtype_name(dtype)))
+        error.add_note(_NOTE.format(kind, dtype_name(dtype), dtype))

@@ -15,7 +15,7 @@ from ..basics.modules import modules_of
 from ..distributed.sharding import local, set_data
 from ..masters.full import FullMaster, FullMasters
 from ..torch_internals.parameter_data import TENSOR_DATA, versions_of
-from .float32_values import Float32Values
+from .casting import Casts
 from .shared_memory import is_16_bit
 
 _IN_LOSS: Final = (
@@ -33,9 +33,9 @@ _CHANGED: Final = (
 class Float32Block:
     """One ``float32_weights`` block of a session."""
 
-    def __init__(self, models: Sequence[nn.Module], values: Float32Values) -> None:
+    def __init__(self, models: Sequence[nn.Module], casts: Casts) -> None:
         self._models = models
-        self._values = values
+        self._casts = casts
         # The parameters or buffers of a module, the name in them, the 16-bit tensor and the float32 one.
         self._slots: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         # The versions of the 16-bit tensors at the beginning.
@@ -50,7 +50,7 @@ class Float32Block:
 
     def enter(self) -> None:
         """Put float32 tensors into all modules."""
-        modules, masters = self._modules(), self._values.masters
+        modules, masters = self._modules(), self._casts.masters
         tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._buffers)]
         found = [(table, name, tensor) for table in tables for name, tensor in table.items() if is_16_bit(tensor)]
         full = [m for m in (masters.of(tensor) for *_, tensor in found) if isinstance(m, FullMaster)]
@@ -65,7 +65,7 @@ class Float32Block:
                 wide[id(tensor)] = self._widened(tensor)
         slots = [(table, name, tensor, wide[id(tensor)]) for table, name, tensor in found]
         self._versions = _versions([tensor for *_, tensor in found])
-        self._values.narrow = {id(each): tensor for *_, tensor, each in slots}
+        self._casts.narrow = {id(each): tensor for *_, tensor, each in slots}
         self._refuse_gradients([each for *_, each in slots])
         self._slots = slots
         for table, name, _, each in slots:
@@ -74,10 +74,10 @@ class Float32Block:
 
     @torch.no_grad()
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        master = self._values.masters.of(tensor)
+        master = self._casts.masters.of(tensor)
         if isinstance(master, FullMaster):
             return master.parameter.requires_grad_(tensor.requires_grad)
-        values = self._values.of(tensor)
+        values = self._casts.values_of(tensor)
         # Memory of its own: the values of a buffer may be the user's tensor.
         wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
         return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
@@ -96,7 +96,7 @@ class Float32Block:
             RuntimeError: a parameter has changed in something else than its values; the others are as they should be.
         """
         slots, self._slots, self._nodes = self._slots, [], []
-        names, faults = self._values.masters.names, dict[int, tuple[torch.Tensor, str]]()
+        names, faults = self._casts.masters.names, dict[int, tuple[torch.Tensor, str]]()
         present = {id(wide): wide for *_, wide in slots}
         versions = _versions([tensor for *_, tensor, _ in slots])
         for tensor in [slot[2] for slot, was, now in zip(slots, self._versions, versions, strict=False) if was != now]:
@@ -112,7 +112,7 @@ class Float32Block:
                 table[name] = tensor
             else:
                 faults[id(tensor)] = tensor, "was removed"
-        modules, narrow, self._values.narrow = self._modules(), self._values.narrow, {}
+        modules, narrow, self._casts.narrow = self._modules(), self._casts.narrow, {}
         for module in modules:
             tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for own in tables:
@@ -123,7 +123,7 @@ class Float32Block:
         for tensor, wide in {id(tensor): (tensor, wide) for *_, tensor, wide in slots}.values():
             if isinstance(tensor, nn.Parameter) and (fault := _fault(tensor, wide)):
                 faults.setdefault(id(tensor), (tensor, fault))
-            if not isinstance(self._values.masters.of(tensor), FullMaster):
+            if not isinstance(self._casts.masters.of(tensor), FullMaster):
                 self._bring_back(tensor, wide, present[id(wide)])
         self._round_masters()
         _rebuild_rnns(modules)
@@ -140,21 +140,21 @@ class Float32Block:
                 set_data(master.parameter, memory)
         masters, self._full = [master for master, _ in self._full], []
         if masters:
-            self._values.masters.batch(masters, masters[0].weight.device).write()
+            self._casts.masters.batch(masters, masters[0].weight.device).write()
 
     def _bring_back(self, tensor: torch.Tensor, wide: torch.Tensor, present: torch.Tensor) -> None:
         """Round a float32 tensor into its 16-bit one, and empty it: somebody may keep it."""
-        master = self._values.masters.of(tensor)
+        master = self._casts.masters.of(tensor)
         if present.shape != tensor.shape:
             pass  # refused
         elif master is not None:
-            self._values.masters.load(master, present)
+            self._casts.masters.load(master, present)
         else:
             rounded = present.detach().to(tensor.dtype)
             # A write moves the version, by which others see that a buffer is written to.
             if tensor.is_meta or not torch.equal(local(rounded), local(tensor.detach())):
                 tensor.copy_(rounded)
-            self._values.load(tensor, present)
+            self._casts.load(tensor, present)
         TENSOR_DATA.__set__(wide, torch.empty(0, dtype=wide.dtype, device=wide.device))
 
 

@@ -16,18 +16,18 @@ from torch import nn
 from ..autocast.forward_casts import NO_CASTS, ForwardCasts
 from ..autocast.thread_flags import is_on, present_state, set_state
 from ..basics.dtypes import is_lower_precision
-from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
 from ..basics.weak_references import Models, OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
-from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
+from .boundary import Boundary, caller_dtype, current_forward
 from .dtype_notes import add_note
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights, WeightCasts
 from .input_values import warn_of_inputs
 from .selection import Selection, has_forward
+from .writes import Writes
 
 
 class _Absent:
@@ -125,13 +125,13 @@ class PatchedForward(OfModule):
             if torch.compiler.is_dynamo_compiling():
                 note_running_wrapper()
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        guard = boundary.guard
-        if guard is not None and torch._C._is_tracing():
+        writes = boundary.writes
+        if writes is not None and torch._C._is_tracing():
             with without_tracing():
-                guard.before_forward()
-        elif guard is not None:
-            guard.before_forward()
-            if guard.warns_of_inputs and not self.has_read_inputs:
+                writes.before_forward()
+        elif writes is not None:
+            writes.before_forward()
+            if boundary.warns_of_inputs and not self.has_read_inputs:
                 self.has_read_inputs = True  # once, because reading numbers may be a device sync
                 named = [*ArgumentNames(self._inner()).named(args), *kwargs.items()]
                 method = f"{type(self.module).__name__}.{self.name}"
@@ -139,10 +139,6 @@ class PatchedForward(OfModule):
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except (RuntimeError, ValueError, TypeError) as error:
-            if self.weights is None and isinstance(error, RuntimeError):
-                reason = boundary.mixed_types(self.module, (args, kwargs))
-                if reason is not None:
-                    raise RuntimeError(reason) from error
             add_note(error, type(self.module).__name__, boundary.inner_dtype)
             raise
 
@@ -296,11 +292,10 @@ class _ReplicaForward:
 
 
 def patch_forwards(
-    index: ModelIndex,
     selection: Selection,
     plan: Plan,
     owner: object,
-    guard: ForwardGuard | None,
+    writes: Writes | None,
     undos: UndoStack,
 ) -> Boundary:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
@@ -308,33 +303,32 @@ def patch_forwards(
     Returns:
         The boundary of the modules that are cast.
     """
+    warns_of_inputs = plan.cast_model and is_lower_precision(plan.model_dtype) and plan.properties.verbosity > 0
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
-    # Ids, not tensors: a tensor here would keep replaced parameters alive.
-    targets = {id(tensor): dtype for tensor, dtype in selection.targets.items()}
+    models = selection.index.models
 
     def boundary(dtype: torch.dtype) -> Boundary:
         made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
-        made.guard, made.targets = guard, targets
+        made.writes, made.warns_of_inputs = writes, warns_of_inputs
         return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
-    within = {module for name, module in index.named_modules if name}
+    within = {module for name, module in selection.index.named_modules if name}
     casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     weight_casts = None
     if casts_weights:
-        models = Models(selection.models)
         float32_modules = frozenset([*selection.float32_modules, *selection.computes])
-        weight_casts = WeightCasts(models, plan.model_dtype, float32_modules, selection.float32_parameters)
+        weight_casts = WeightCasts(Models(models), plan.model_dtype, float32_modules, selection.float32_parameters)
         undos.push(weight_casts.close)
     computing = boundary(torch.float32)
     computing.cast_inputs, computing.casts = True, NO_CASTS
     undos.push(computing.retire)
     float32_casts = None
     if casts_model and not casts_weights and selection.computes:
-        float32_casts = WeightCasts(Models(selection.models), torch.float32, (), (), keeps=False)
+        float32_casts = WeightCasts(Models(models), torch.float32, (), (), keeps=False)
     undos.push(kept.retire)
     undos.push(cast.retire)
     patched: list[_Patched] = []
@@ -364,7 +358,7 @@ def patch_forwards(
         patched.append((weakref.ref(module), references, before))
         attributes.update(ours)
 
-    computes = [module for module in selection.computes if has_forward(module) and module not in selection.models]
+    computes = [module for module in selection.computes if has_forward(module) and module not in models]
     for module in computes:
         patch(module, False, "forward", is_part=True)
     for module, dtype in selection.parts.items():
@@ -372,13 +366,13 @@ def patch_forwards(
             continue
         patch(module, dtype is torch.float32, "forward", is_part=True)
     names = plan.properties.entry_points
-    for module, name in entry_points(selection.models, names) if names else ():
+    for module, name in entry_points(models, names) if names else ():
         part = patched_forward(vars(module).get(name)) if name == "forward" and module in selection.parts else None
         if part is not None:
             part.cast_inside()
         else:
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
-    for model in selection.models:
+    for model in models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part)
     return cast

@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
-from ..basics.weak_references import WeakList
 from ..config.plan import KeepRule, MasterWeightsMode, Plan
 from ..distributed.sharding import check_groups, gathered_dtypes
 
@@ -25,6 +24,7 @@ class Selection:
     """The tensors and modules of models that a plan changes, computed once by :func:`select`.
 
     Attributes:
+        index: the modules and tensors of the models.
         kept: the topmost modules that stay float32 -> their dotted names. Their submodules stay float32 too.
         targets: floating parameter or buffer -> the dtype that it gets, in the models' order. Empty if the plan casts
             no model. With ``master_weights="model"`` parameters that are 16-bit only inside forwards are not in it.
@@ -36,11 +36,12 @@ class Selection:
         computes: all modules that compute in float32 whatever their weights are stored in, with their submodules.
         gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
+        came_in_16_bit: parameter or buffer that is 16-bit already -> its first dotted name.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
             dtype, and those in ``kept``. Empty if the plan makes no weight 16-bit.
     """
 
-    models: tuple[nn.Module, ...]
+    index: ModelIndex
     kept: Mapping[nn.Module, str]
     targets: Mapping[torch.Tensor, torch.dtype]
     has_16_bit: bool
@@ -50,23 +51,8 @@ class Selection:
     computes: Collection[nn.Module]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
+    came_in_16_bit: Mapping[torch.Tensor, str]
     parts: Mapping[nn.Module, torch.dtype]
-
-    def without_tensors(self) -> "Selection":
-        """Drop tensors, and refer weakly to modules, so that the session keeps neither alive after its set-up."""
-        kept = WeakList(self.float32_modules)
-        return replace(
-            self,
-            models=(),
-            kept={},
-            targets={},
-            float32_modules=kept,
-            float32_parameters=(),
-            computes=(),
-            gathered={},
-            changes=(),
-            parts={},
-        )
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:
@@ -101,8 +87,12 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
     gathered = gathered_dtypes(index.names, targets) if plan.masters is MasterWeightsMode.FULL else {}
     targets |= dict.fromkeys(gathered, torch.float32)
     dtypes = targets.values() if plan.cast_model else [tensor.dtype for tensor in tensors]
+    came_in_16_bit: dict[torch.Tensor, str] = {}
+    for name, tensor in (*index.parameters, *index.buffers):
+        if tensor.dtype in LOWER_PRECISION:
+            came_in_16_bit.setdefault(tensor, name)
     return Selection(
-        models=index.models,
+        index=index,
         kept=tops,
         targets=targets,
         has_16_bit=plan.masters is MasterWeightsMode.IN_MODEL or not {*LOWER_PRECISION}.isdisjoint(dtypes),
@@ -112,6 +102,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         computes=_kept_modules(index, plan.computes)[1],
         gathered=gathered,
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
+        came_in_16_bit=came_in_16_bit,
         parts=_parts(index, tops, float32_modules, plan),
     )
 

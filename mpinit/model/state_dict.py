@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -21,9 +21,10 @@ from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded, local, sharded_as
 from ..masters.law import is_rounding, meaning
 from . import copies
-from .float32_values import Float32Values
+from .casting import Casts
 from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit, storage_of
+from .writes import WrittenEntries
 
 
 class Float32State:
@@ -34,8 +35,9 @@ class Float32State:
     modules save by methods of their own (``get_extra_state``, ``_save_to_state_dict``) is saved as it is.
     """
 
-    def __init__(self, values: Float32Values, made: copies.Float32Copies) -> None:
-        self._values: Float32Values | None = values
+    def __init__(self, casts: Casts, entries: WrittenEntries, made: copies.Float32Copies) -> None:
+        self._casts = casts
+        self._entries = entries
         # The id of a tensor -> the key and the entry that were made for it last.
         self._made: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._modules: WeakIdSet[nn.Module] = WeakIdSet()
@@ -47,8 +49,8 @@ class Float32State:
         self._to_load: dict[int, tuple[str, dict[str, Any]]] = {}
         self._rebuilt: list[str] = []
 
-    def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
-        """Hook the models and the modules in them."""
+    def install(self, modules: Iterable[nn.Module]) -> None:
+        """Hook the modules of the models."""
         add_hooks = functools.partial(_add_hooks_to_new_part, weakref.ref(self), self.key)
         registered = UndoStack()
         self._stop_following = undo_when_dropped(self, registered.unwind)
@@ -100,7 +102,7 @@ class Float32State:
                 if not isinstance(saved, torch.Tensor) or saved is tensor or tensor is None:
                     continue
                 is_16_bit = saved.dtype in LOWER_PRECISION
-                is_of_block = self._values is not None and id(tensor) in self._values.narrow
+                is_of_block = id(tensor) in self._casts.narrow
                 if (is_16_bit or is_of_block) and _is_alias(saved, tensor):
                     state_dict[prefix + name] = self._entry(tensor, saved, state_dict, prefix + name)
 
@@ -111,28 +113,25 @@ class Float32State:
         if present is not None and known is not None and known() is present:
             return present
         parameter = parameter_of(tensor) if ACTIVE_CASTS else None
-        values = parameter if parameter is not None or self._values is None else self._values.of(tensor)
+        values = self._casts.values_of(tensor) if parameter is None else parameter
         # An entry is never an inference tensor, which has no version counter.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             entry = (saved if values is None else values).detach().to(torch.float32, copy=True)
         self._made[id(tensor)] = key, weakref.ref(entry)
-        if self._values is not None:
-            self._values.entries.add(entry, key)
+        self._entries.add(entry, key)
         return entry
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any
     ) -> None:
         """Prepare for the load of one module, whose other hooks may still change ``state_dict``."""
-        if self._values is None:
-            return
         # torch passes one list of errors through all modules of a load_state_dict: a new list is a new call.
         if lists[-1] is not self._outermost_load:
             self._outermost_load = lists[-1]
             self._to_load.clear()
             self._rebuilt.clear()
-            self._values.entries.loaded(state_dict)
-            self._values.apply_writes()
+            self._entries.loaded(state_dict)
+            self._casts.masters.apply_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)
         self._to_load[id(module)] = prefix, state_dict
@@ -142,14 +141,14 @@ class Float32State:
         prefix, loaded = self._to_load.pop(id(module), ("", {}))
         for name, tensor in own_tensors(module):
             value = loaded.get(prefix + name)
-            if self._values is None or not is_lower_precision(tensor.dtype) or not isinstance(value, torch.Tensor):
+            if not is_lower_precision(tensor.dtype) or not isinstance(value, torch.Tensor):
                 continue
             if tensor.shape != value.shape:
                 continue
             # The value is the tensor itself: torch completes a partial state with these. It may have written to shards.
             if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
                 continue
-            if self._values.load(tensor, _with_later_writes(tensor, value)) and is_lower_precision(value.dtype):
+            if self._casts.load(tensor, _with_later_writes(tensor, value)) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
         # The outermost module is the last, and warns once for all modules.
         if not self._to_load:

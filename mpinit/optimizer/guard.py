@@ -1,7 +1,6 @@
 """The refusal of steps that mpinit does not run: of optimizers that were never initialised, or of a kept ``step``."""
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -13,7 +12,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack, undo_when_dropped
 from ..masters.masters import Masters
 from .hooks import register_check, remove_check
-from .state import wrapped_by
+from .members import Members, parameters_of, wrapped_by
 from .step import ManagedOptimizer
 
 _BESIDE: Final = (
@@ -30,13 +29,13 @@ class StepGuard:
 
     Attributes:
         masters: the session's masters.
+        members: the session's models.
         has_masters: whether an optimizer that was never initialised is refused if it would step 16-bit weights.
-        tensor_ids: the ids of the models' parameters and buffers, after the casts.
     """
 
     masters: Masters
+    members: Members
     has_masters: bool = True
-    tensor_ids: frozenset[int] = frozenset()
 
     def install(self, undos: UndoStack) -> None:
         """Check every optimizer of the process before it steps, for as long as the session lives."""
@@ -58,7 +57,7 @@ class StepGuard:
         """
         managed = _managed(optimizer)
         if managed is not None:
-            if not managed.params.is_open and managed.shared.values.masters is self.masters:
+            if not managed.params.is_open and managed.shared.masters is self.masters:
                 managed.params.sync()
                 if managed.params.masters or managed.shared.states is not None or managed.shared.plan.skips:
                     raise RuntimeError(_BESIDE.format(type(optimizer).__name__))
@@ -76,16 +75,10 @@ class StepGuard:
 
     def _is_in_models(self, parameter: nn.Parameter) -> bool:
         # The id alone may be that of a parameter that was replaced and freed since.
-        models = self.masters.names.models
-        return id(parameter) in self.tensor_ids and any(parameter is p for model in models for p in model.parameters())
+        return id(parameter) in self.members.tensor_ids and parameter in self.members.parameters()
 
 
 def _managed(optimizer: Optimizer) -> ManagedOptimizer | None:
     """Return the managed optimizer of an optimizer with patched methods; None after its session was undone."""
     managed: ManagedOptimizer | None = getattr(vars(optimizer).get("step"), "managed", None)
     return managed if managed is not None and managed.is_patched and managed.reference() is optimizer else None
-
-
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """List the parameters in the groups of optimizers."""
-    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import local
-from ..masters.masters import Master
-from ..model.float32_values import Float32Values
+from ..masters.masters import Master, Masters
 from .hooks import inside_hooks
-from .state import with_wrapped
+from .members import with_wrapped
 from .step import ManagedOptimizer
 
 # Attributes of an optimizer that are read and restored separately, or that the step is meant to change.
@@ -64,10 +63,10 @@ def with_initial_state(optimizer: Optimizer, managed: ManagedOptimizer | None) -
 def _step_without_effect(
     optimizer: Optimizer, managed: ManagedOptimizer | None, weights: Sequence[nn.Parameter]
 ) -> None:
-    values = None if managed is None else managed.shared.values
+    masters = None if managed is None else managed.shared.masters
     undos = UndoStack()
     try:
-        undos.push(_Numbers(weights, values).restore)
+        undos.push(_Numbers(weights, masters).restore)
         for each in with_wrapped([optimizer]):
             undos.push(_Attributes(each).restore)
             for group in each.param_groups:
@@ -121,18 +120,18 @@ class _Attributes:
 class _Numbers:
     """The numbers of weights, with their masters' values."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], values: Float32Values | None) -> None:
-        self._values = values
+    def __init__(self, weights: Sequence[nn.Parameter], masters: Masters | None) -> None:
+        self._masters = masters
         self._saved: list[tuple[nn.Parameter, Master | None, torch.Tensor]] = []
         for weight in {id(weight): weight for weight in weights}.values():
-            master = None if values is None else values.masters.of(weight)
+            master = None if masters is None else masters.of(weight)
             if not weight.is_meta:
                 self._saved.append((weight, master, self._numbers_of(weight, master).clone()))
 
     def _numbers_of(self, weight: nn.Parameter, master: Master | None) -> torch.Tensor:
-        if master is None or self._values is None:
+        if master is None or self._masters is None:
             return weight.detach()
-        return self._values.masters.values(master)
+        return self._masters.values(master)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -140,10 +139,10 @@ class _Numbers:
         for weight, master, before in self._saved:
             if torch.equal(local(self._numbers_of(weight, master)), local(before)):
                 continue
-            if master is None or self._values is None:
+            if master is None or self._masters is None:
                 weight.copy_(before)
             else:
-                self._values.masters.load(master, before)
+                self._masters.load(master, before)
 
 
 def _copy(value: Any) -> Any:

@@ -2,9 +2,8 @@
 
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,51 +12,34 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..basics.bulk import ModuleEntries
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
-from ..distributed.sharding import model_parameters
+from ..config.plan import Plan
 from ..masters.masters import IN_FLOAT32
 from .gradients import Gradients
-from .guard import parameters_of
-from .params import check_steps_its_groups
+from .members import Members, parameters_of, wrapped_by
 from .per_parameter import steps_per_parameter
-from .state import widen_state, with_wrapped, wrapped_by
-from .step import ManagedOptimizer, Shared, check_scale, patch
+from .state import widen_state
+from .step import FIXED_SCALE, ManagedOptimizer, Shared, patch
 
-
-@dataclass(frozen=True, eq=False)
-class Initialized:
-    """The models and optimizers of one session, and its number and level, by which messages name it.
-
-    Attributes:
-        models, optimizers: those of ``initialize``, and the optimizers of ``add_optimizers``, as weak references.
-    """
-
-    number: int
-    opt_level: str
-    models: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
-
-    def describe(self) -> str:
-        """Return one line that names the session: its number, level, models and optimizers."""
-        models = ", ".join(type(model).__name__ for model in self.models) or "no model"
-        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
-        return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
-
-    def parameters(self) -> dict[nn.Parameter, None]:
-        """Return the models' parameters, each once."""
-        return model_parameters(self.models)
+_STEPS_COPIES: Final = (
+    "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would not "
+    "update float32 masters where they are. To shard masters and optimizer states over ranks call "
+    "torch.distributed.fsdp.fully_shard(model) before the optimizer is made (FSDP2), and pass the optimizer "
+    "inside it, without ZeroRedundancyOptimizer; or keep that, over float32 parameters, with "
+    "master_weights=\"model\" or opt_level='O1'"
+)
 
 
 class ManagedOptimizers:
     """The managed optimizers of a session.
 
     Attributes:
-        initialized: the models and optimizers of the session.
+        members: the models and optimizers of the session.
         shared: the parts of the session that its optimizers use.
         awaits: whether optimizers are expected to be added.
     """
 
-    def __init__(self, initialized: Initialized, shared: Shared, awaits: bool) -> None:
-        self.initialized = initialized
+    def __init__(self, members: Members, shared: Shared, awaits: bool) -> None:
+        self.members = members
         self.shared = shared
         self.awaits = awaits
         # Compared by identity, without optimizers that were freed.
@@ -81,28 +63,12 @@ class ManagedOptimizers:
             known = self._managed.get(unwrapped(optimizer, self._managed.__contains__))
         if known is None:
             raise TypeError(
-                f"{type(optimizer).__name__} is no optimizer of {self.initialized.describe()}: pass the optimizer that "
+                f"{type(optimizer).__name__} is no optimizer of {self.members.describe()}: pass the optimizer that "
                 "mpinit.initialize or mpinit.add_optimizers was called with"
             )
         return known
 
     # -- added and forgotten --------------------------------------------------------------------------------------
-
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that do not work with the session's masters, encoded states or loss scale."""
-        states = self.shared.states
-        for optimizer in optimizers:
-            check_scale(optimizer, self.shared.plan)
-            if self.shared.plan.makes_masters:
-                for each in (optimizer, *wrapped_by(optimizer)):
-                    check_steps_its_groups(each)
-            if states is not None and not steps_per_parameter(optimizer):
-                raise ValueError(
-                    f'optimizer_state="{states.codec.name}" decodes a bucket of parameters at a time, and '
-                    f"mpinit does not know whether {type(optimizer).__name__} updates each parameter by itself. Use "
-                    'optimizer_state="float32"; or set optimizer.steps_per_parameter = True if it does, and keeps no '
-                    "copies of weights"
-                )
 
     def add(self, optimizer: Optimizer, undos: UndoStack, owner: object) -> None:
         """Patch the methods of an optimizer.
@@ -138,7 +104,7 @@ class ManagedOptimizers:
     def awaited_weights(self) -> list[nn.Parameter]:
         """List the models' trainable parameters that no optimizer has yet; empty if no optimizer is awaited."""
         stepped = {id(p) for p in parameters_of([*self._managed])}
-        weights = self.initialized.parameters() if self.awaits else ()
+        weights = self.members.parameters() if self.awaits else ()
         return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
     def all_gradients(self, own: Sequence[ManagedOptimizer], with_others: bool) -> list[Gradients]:
@@ -151,10 +117,10 @@ class ManagedOptimizers:
         (known, unowned), key = self._unowned, tuple([params.generation for params in self.shared.params[:]])
         if unowned is None or known != key or self._modules is None or not self._modules.are_as_seen():
             # First, because another thread may change a module while the parameters are listed.
-            self._modules = ModuleEntries([module for model in self.initialized.models for module in model.modules()])
+            self._modules = ModuleEntries([module for model in self.members.models for module in model.modules()])
             stepped = {id(weight) for params in self.shared.params[:] for weight in params.weights}
-            weights = [p for p in self.initialized.parameters() if id(p) not in stepped]
-            of = self.shared.values.masters.of
+            weights = [p for p in self.members.parameters() if id(p) not in stepped]
+            of = self.shared.masters.of
             mastered = [weight for weight in weights if of(weight) is not None]
             unowned = Gradients(weights, mastered, widens_at_end=True)
             self._unowned = key, unowned
@@ -163,10 +129,10 @@ class ManagedOptimizers:
 
     def check_idle(self, what: str) -> None:
         """Refuse to do ``what`` during a backward pass or a step, or while weights are float32."""
-        values = self.shared.values
-        if values.masters.are_in_model:
+        masters = self.shared.masters
+        if masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
-        values.apply_writes()
+        masters.apply_writes()
         for managed in self:
             if managed.params.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
@@ -194,6 +160,20 @@ def _remove_freed(known: weakref.ref[ManagedOptimizers]) -> None:
         optimizers.remove(None)
 
 
-def trained_by(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """List the trainable parameters in the groups of optimizers and of those that they wrap, each once."""
-    return [p for p in dict.fromkeys(parameters_of(with_wrapped(optimizers))) if p.requires_grad]
+def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuse optimizers that do not work with the plan's masters, encoded states or loss scale."""
+    stored = plan.properties.optimizer_state
+    for optimizer in optimizers:
+        # A sharpness-aware one, whose two half steps use two losses.
+        if plan.is_dynamic and all(hasattr(optimizer, name) for name in ("first_step", "second_step")):
+            raise ValueError(FIXED_SCALE.format(type(optimizer).__name__))
+        for each in (optimizer, *wrapped_by(optimizer)) if plan.makes_masters else ():
+            if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__):
+                raise ValueError(_STEPS_COPIES)
+        if stored != "float32" and not steps_per_parameter(optimizer):
+            raise ValueError(
+                f'optimizer_state="{stored}" decodes a bucket of parameters at a time, and '
+                f"mpinit does not know whether {type(optimizer).__name__} updates each parameter by itself. Use "
+                'optimizer_state="float32"; or set optimizer.steps_per_parameter = True if it does, and keeps no '
+                "copies of weights"
+            )

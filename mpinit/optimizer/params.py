@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..basics.bulk import are_same, grads_of, have_grads, set_grads
@@ -19,13 +18,13 @@ from ..basics.running import bucket_bytes_at_most, without_gradients
 from ..basics.weak_references import WeakList
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import shard
-from ..masters.masters import IN_FLOAT32, Master, MasterBatch
+from ..masters.masters import IN_FLOAT32, Master, MasterBatch, Masters
 from ..masters.states import EncodedStates, states_of
 from ..model.casting import convert
-from ..model.float32_values import Float32Values
 from ..torch_internals.fused_sgd import stepped_wrongly
+from .members import wrapped_by
 from .per_parameter import StepNumbers, is_known, kept_states, steps_per_parameter
-from .state import widen_state, wrapped_by
+from .state import widen_state
 
 # Float32 bytes of the bucket of parameters that a step of split masters or encoded states updates at a time.
 BUCKET_BYTES: Final = 64 * 2**20
@@ -47,19 +46,19 @@ class OptimizerParams:
         weights: the parameters in the groups between steps. The list is always the same object.
         mastered: those of them that have masters; always the same object, too.
         masters: their masters.
-        values, table: the session's float32 values, and the masters among them.
+        table: the masters of the session.
         generation: a number that increases whenever the groups are read.
         groups_without_fused: the groups that a fused kernel would step wrongly.
         is_open: whether the groups contain masters now.
     """
 
     def __init__(
-        self, reference: weakref.ref[Optimizer], values: Float32Values, plan: Plan, states: EncodedStates | None
+        self, reference: weakref.ref[Optimizer], masters: Masters, plan: Plan, states: EncodedStates | None
     ) -> None:
         self._reference = reference
         self._kind = plan.masters
         self._states = states
-        self.values, self.table = values, values.masters
+        self.table = masters
         self.weights: list[nn.Parameter] = []
         self.mastered: list[nn.Parameter] = []
         self.masters: list[Master] = []
@@ -147,7 +146,7 @@ class OptimizerParams:
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in now}
         self.groups_without_fused = stepped_wrongly(holders, self._groups, as_stepped)
-        self.values.drop_if_unused(before)
+        self.table.discard_unused(before)
         self.generation += 1
 
     def _make_master(self, weight: nn.Parameter, holders: Sequence[Optimizer]) -> Master | None:
@@ -158,21 +157,11 @@ class OptimizerParams:
             convert(weight, torch.float32)
             master = None
         else:
-            master = self._new_master(weight)
+            master = self.table.add(weight, weight.dtype)
+            if master is not None:
+                self.table.cast(master, weight.dtype)
         for holder in holders:
             widen_state(holder.state.get(weight))
-        return master
-
-    def _new_master(self, weight: nn.Parameter) -> Master | None:
-        master = self.table.add(weight, weight.dtype)
-        if master is not None:
-            original = self.values.casts.original_values(weight)
-            self.table.cast(master, weight.dtype)
-            if original is not None:
-                # A forward pass may have saved the weight for its backward pass. The weight's numbers do not change.
-                with _unsafe_preserve_version_counter(weight):
-                    self.table.load(master, original)
-            self.values.casts.mark_trained([weight])
         return master
 
     # -- masters in the groups ------------------------------------------------------------------------------------
@@ -201,7 +190,7 @@ class OptimizerParams:
             yield
         finally:
             if was_open:
-                self.values.apply_writes()
+                self.table.apply_writes()
                 self._open()
 
     @contextmanager
@@ -557,18 +546,6 @@ def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> An
         value[:] = now
         return value
     return kind(now)
-
-
-def check_steps_its_groups(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps copies of its groups' parameters."""
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
-        raise ValueError(
-            "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would not "
-            "update float32 masters where they are. To shard masters and optimizer states over ranks call "
-            "torch.distributed.fsdp.fully_shard(model) before the optimizer is made (FSDP2), and pass the optimizer "
-            "inside it, without ZeroRedundancyOptimizer; or keep that, over float32 parameters, with "
-            "master_weights=\"model\" or opt_level='O1'"
-        )
 
 
 class Snapshot:

@@ -51,11 +51,6 @@ def is_known(optimizer: Optimizer) -> bool:
     return _known(optimizer) is not None
 
 
-def stepped_as(optimizer: Optimizer) -> str | None:
-    """Return the name of the torch class whose step this optimizer does, and nothing else; None where unknown."""
-    return _known(optimizer) if _steps_as_its_class(optimizer) else None
-
-
 def kept_states(optimizer: Optimizer) -> frozenset[str]:
     """Return the names of an optimizer's states that are never encoded."""
     return _KEPT.get(_known(optimizer) or "", frozenset())

@@ -30,8 +30,9 @@ from ..distributed.sharding import (
     keep_gradients,
 )
 from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
-from ..model.boundary import ForwardGuard
+from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
+from .members import Members
 
 # The key of a setting that ranks compare in addition to the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
@@ -80,16 +81,17 @@ class Ranks:
       ``initialize``, and whether gradients overflowed in each step.
 
     Attributes:
-        guard: the checks before each forward of the models.
         groups: the process groups over which a step reduces ``found_inf``; empty where no gradient differs by rank.
         is_first_step: whether :meth:`before_step` was not called yet.
     """
 
-    def __init__(self, guard: ForwardGuard, scalers: Sequence[LossScaler], process_group: Group | None) -> None:
-        self.guard = guard
+    def __init__(
+        self, members: Members, masters: Masters, scalers: Sequence[LossScaler], process_group: Group | None
+    ) -> None:
         self.groups: list[Group] = []
         self.is_first_step = True
-        self._masters = guard.masters
+        self._members = members
+        self._masters = masters
         self._scalers = scalers
         self._process_group = process_group
         self._settings: Mapping[str, str] = {}
@@ -107,7 +109,7 @@ class Ranks:
     ) -> None:
         """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
         self._settings = settings
-        self._wrappers = Wrappers(self.guard.models, map(id, self.guard.parameters()), map(id, changed))
+        self._wrappers = Wrappers(self._members.models, map(id, self._members.parameters()), map(id, changed))
         known = weakref.ref(self)
 
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -119,27 +121,31 @@ class Ranks:
         # set, and before it broadcasts the weights.
         registration = register_module_module_registration_hook(on_registration)
         undos.push(undo_when_dropped(self, registration.remove))
-        forget_disabled(self.guard.models)
+        forget_disabled(self._members.models)
         if is_distributed():
-            parameters = self.guard.parameters()
+            parameters = self._members.parameters()
             check_same(settings, {}, groups_of(parameters, None))
             if self._process_group is not None:
                 alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
                 check_same(alike, {}, [self._process_group])
             self.groups = groups_of(parameters, self._process_group)
 
+    def check_present(self) -> None:
+        """Check that the models still have the parameters that optimizers step; see :meth:`.Members.check_present`."""
+        self._members.check_present([master.weight for master in self._masters])
+
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
-            own = {id(part) for model in self.guard.models for part in modules_of(model)}
+            own = {id(part) for model in self._members.models for part in modules_of(model)}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
         elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._is_of_models(module):
-            self.guard.check_present()
+            self.check_present()
             self._share_values(module, wrapper.process_group)
             self._wrappers.add(wrapper)
 
     def _is_of_models(self, module: nn.Module) -> bool:
-        return not self.guard.parameters().keys().isdisjoint(module.parameters())
+        return not self._members.parameters().keys().isdisjoint(module.parameters())
 
     @torch.no_grad()
     def _share_values(self, module: nn.Module, group: Group) -> None:
@@ -179,7 +185,9 @@ class Ranks:
         if scaler.is_identity:
             return
         if self._fsdp_groups is None:  # listed once: fully_shard is called before initialize
-            self._fsdp_groups = groups_of_fsdp([module for model in self.guard.models for module in modules_of(model)])
+            self._fsdp_groups = groups_of_fsdp(
+                [module for model in self._members.models for module in modules_of(model)]
+            )
         if keep_gradients(self._fsdp_groups):
             raise RuntimeError(_UNREDUCED)
 
@@ -228,14 +236,15 @@ class Ranks:
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
         if self.is_first_step:
-            self.guard.check_present()
+            self.check_present()
+            self._members.warn_of_new_parameters()
             self.is_first_step = False
         if not has_other_processes():
             return
         for wrapper in self._wrappers.take_older():
             check_same(self._settings, {}, [wrapper.process_group])
         wrappers, scaler = self._wrappers.list(), self._scalers[0]
-        if scaler.is_dynamic or self.guard.has_float32_values:
+        if scaler.is_dynamic or len(self._masters) > 0:
             check_step(wrappers, self._process_group is not None)
         if scaler.is_dynamic and not wrappers and not self.groups:
             raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))

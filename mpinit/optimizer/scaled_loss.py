@@ -71,7 +71,7 @@ class ScaledLoss:
 
     def __enter__(self) -> torch.Tensor:
         managed = self._losses.managed
-        if managed.shared.values.masters.are_in_model:
+        if managed.shared.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
         if is_distributed():
             managed.shared.ranks.check_reduces(self._scaler)
@@ -305,8 +305,8 @@ class Losses:
     def scaled(self, loss: torch.Tensor, optimizers: Sequence[Any], loss_id: int, delays: bool) -> ScaledLoss:
         """Return the context of a backward pass of ``loss``."""
         managed = self.managed
-        if managed.awaits and not managed.initialized.optimizers:
-            name = managed.initialized.describe()
+        if managed.awaits and not managed.members.optimizers:
+            name = managed.members.describe()
             raise RuntimeError(f"{name} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
         scaler = self.scaler(loss_id)
         if not scaler.is_identity:

@@ -1,4 +1,4 @@
-"""An optimizer's state: cast together with a parameter; and the optimizers that an optimizer wraps."""
+"""An optimizer's state, cast together with a parameter."""
 
 import functools
 import weakref
@@ -10,35 +10,12 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.patching import UndoStack
+from .members import with_wrapped
 
 # Entries of the states of torch's optimizers that are 0-dimensional whatever the parameter's shape: counters, and the
 # rates and products of ASGD and NAdam.
 _SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
-
-
-def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """List the optimizers among an optimizer's attributes, also in lists and dicts, and those inside of these."""
-    found: dict[Optimizer, None] = {}
-    _collect(optimizer, found)
-    found.pop(optimizer, None)
-    return list(found)
-
-
-def with_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """List optimizers, and all that they wrap."""
-    return [each for top in optimizers for each in (top, *wrapped_by(top))]
-
-
-def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
-    if optimizer in found:
-        return
-    found[optimizer] = None
-    for value in vars(optimizer).values():
-        items = value if isinstance(value, (list, tuple)) else list(value.values()) if type(value) is dict else [value]
-        for item in items:
-            if isinstance(item, Optimizer):
-                _collect(item, found)
 
 
 def cast_state(state: Any, shape: torch.Size, old: torch.dtype, new: torch.dtype, has_master: bool = True) -> Any:

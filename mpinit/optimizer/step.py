@@ -22,9 +22,10 @@ from ..basics.patching import UndoStack
 from ..basics.running import reads_without_sync
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
+from ..masters.masters import Masters
 from ..masters.states import EncodedStates, decode, decoded_state_dict
-from ..model.float32_values import Float32Values
 from ..model.forward_weights import refuse_changes_in_forward
+from ..model.writes import Writes
 from ..scaling.scaler import LossScaler
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
@@ -43,7 +44,7 @@ _STEP_LATER: Final = (
     "move it after the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
     "scale: opt_level='O5' or loss_scale=1.0"
 )
-_FIXED_SCALE: Final = (
+FIXED_SCALE: Final = (
     "{} evaluates the loss more than once in a step, and a dynamic loss scale may move in between: choose bfloat16, "
     "opt_level='O5', which needs no loss scale, or a fixed one, loss_scale=128.0"
 )
@@ -73,7 +74,8 @@ class Shared:
     """
 
     plan: Plan
-    values: Float32Values
+    masters: Masters
+    writes: Writes
     ranks: Ranks
     states: EncodedStates | None
     scalers: list[LossScaler]
@@ -108,7 +110,7 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Optimizer, shared: Shared) -> None:
         self.reference = weakref.ref(optimizer)
         self.shared = shared
-        self.params = OptimizerParams(self.reference, shared.values, shared.plan, shared.states)
+        self.params = OptimizerParams(self.reference, shared.masters, shared.plan, shared.states)
         widens_at_end = shared.plan.masters is MasterWeightsMode.FULL or shared.plan.properties.grad_dtype is not None
         self.gradients = Gradients(self.params.weights, self.params.mastered, widens_at_end)
         self.skips = Skips(self.params, shared.plan)
@@ -145,7 +147,7 @@ class ManagedOptimizer:
             if decision is _Decision.SKIP:
                 return self._skip()
         elif self.shared.plan.is_dynamic:
-            raise RuntimeError(_FIXED_SCALE.format(f"{type(optimizer).__name__}.step(closure)"))
+            raise RuntimeError(FIXED_SCALE.format(f"{type(optimizer).__name__}.step(closure)"))
         self.gradients.consume()
         passed = args if closure is None and not args else (closure, *args)
         run = functools.partial(self._step_once, found_inf if decision is _Decision.IN_KERNEL else None)
@@ -214,8 +216,7 @@ class ManagedOptimizer:
         """Refuse, or warn of, gradients that a step should not use."""
         self.params.sync()
         self.check_unscaled(STEP, _STEP_LATER)
-        self.shared.values.before_use()
-        self.shared.ranks.guard.written.before_step()
+        self.shared.writes.before_step()
         if self.shared.ranks.is_first_step or is_distributed():
             self.shared.ranks.before_step(self.params.weights)
         # An LR scheduler warns if no step came before it. A skipped step counts as one.
@@ -223,7 +224,7 @@ class ManagedOptimizer:
         if self._lacks_gradients:
             self._lacks_gradients = False
             if not have_grads(self.params.weights) and any(weight.requires_grad for weight in self.params.weights):
-                self.shared.ranks.guard.check_present()
+                self.shared.ranks.check_present()
                 self._warn_once(_NO_GRADIENT)
 
     def _decide(self) -> tuple[_Decision, torch.Tensor | None]:
@@ -383,14 +384,14 @@ class ManagedOptimizer:
         """Yield the groups' parameters in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         self.check_unscaled("mpinit.master_params()")
         self.params.sync()
-        self.shared.values.apply_writes()
-        yield from self.shared.values.hand_out(self.params.parameters())
+        self.shared.masters.apply_writes()
+        yield from self.shared.masters.hand_out(self.params.parameters())
 
     def gradients_to_clip(self) -> list[nn.Parameter]:
         """Return the parameters whose ``grad`` the next step uses."""
         self.check_unscaled("mpinit.clip_grad_norm_()")
         self.params.sync()
-        self.shared.values.apply_writes()
+        self.shared.masters.apply_writes()
         if self.gradients.widens_at_end:
             self.gradients.widen()
         return self.params.parameters()
@@ -426,12 +427,6 @@ def _is_zero(rate: Any) -> bool:
 
 
 # -- its patched methods ----------------------------------------------------------------------------------------------
-
-
-def check_scale(optimizer: Optimizer, plan: Plan) -> None:
-    """Refuse a sharpness-aware optimizer, whose two half steps use two losses, with a dynamic scale."""
-    if plan.is_dynamic and all(hasattr(optimizer, name) for name in ("first_step", "second_step")):
-        raise ValueError(_FIXED_SCALE.format(type(optimizer).__name__))
 
 
 def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
@@ -492,11 +487,11 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self is not known():
             return getattr(type(self), name)(self, *args, **kwargs)
-        params, values = managed.params, managed.shared.values
-        if not managed.is_patched or params.is_open or (name == _LOAD and values.masters.are_in_model):
+        params, masters = managed.params, managed.shared.masters
+        if not managed.is_patched or params.is_open or (name == _LOAD and masters.are_in_model):
             return inner(*args, **kwargs)
         managed.check_unscaled(f"optimizer.{name}()")
-        values.apply_writes()
+        masters.apply_writes()
         with CastsOff():
             if name == _LOAD:
                 with params.masters_in_groups_for_load():

@@ -51,7 +51,7 @@ def test_copy_put_back_beside_masters_is_refused_with_way_out(more: Any) -> None
     mpinit.initialize(model, optimizer, "O5", **more)
     model[1] = copy.deepcopy(model[1])
     optimizer.param_groups[0]["params"] = list(model.parameters())
-    with pytest.raises(RuntimeError, match=r"'1\.weight' is float32 .*\.to\(torch\.bfloat16\)"):
+    with pytest.raises(RuntimeError, match=r"\.to\(torch\.bfloat16\)"):
         model(torch.randn(8, 4))
     model[1].to(torch.bfloat16)
     backward(model(torch.randn(8, 4)).square().mean(), optimizer)

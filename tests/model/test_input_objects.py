@@ -101,9 +101,9 @@ def test_registered_casts_include_subclasses_and_containers() -> None:
     assert model(Batch(Cloud(given.positions, given.ids))).positions.dtype is F32
 
 
-def test_object_of_unknown_class_is_refused_by_name_with_way_out() -> None:
+def test_error_of_an_object_of_unknown_class_has_ways_out() -> None:
     model = quietly(Parts(lambda self, box: self.linear(box.x), linear=nn.Linear(3, 2)))
-    with pytest.raises(RuntimeError, match=r"type SimpleNamespace.*mpinit\.register_input\(SimpleNamespace"):
+    with pytest.raises(RuntimeError, match=r"same dtype(.|\n)*mpinit\.register_input"):
         model(SimpleNamespace(x=torch.ones(1, 3)))
 
 

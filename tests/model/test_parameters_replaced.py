@@ -36,13 +36,13 @@ def made(kind: str, trained: int = 2) -> tuple[nn.Sequential, torch.optim.Optimi
 def test_a_new_head_that_no_optimizer_steps_is_warned_of_by_name(kind: str) -> None:
     model, optimizer = made(kind)
     model[1] = nn.Linear(4, 5, dtype=model[1].weight.dtype)
-    with pytest.warns(UserWarning, match=r"2 parameters were put into the model .*'1.weight', '1.bias'"):
-        loss = model(torch.randn(3, 4)).square().mean()
     before = model[1].weight.detach().clone()
-    backward(loss, optimizer)
-    optimizer.step()
+    backward(model(torch.randn(3, 4)).square().mean(), optimizer)
+    with pytest.warns(UserWarning, match=r"2 parameters were put into the model .*'1.weight', '1.bias'"):
+        optimizer.step()
     assert torch.equal(model[1].weight, before), "as in plain torch"
-    model(torch.randn(3, 4))  # once
+    backward(model(torch.randn(3, 4)).square().mean(), optimizer)
+    optimizer.step()  # once
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,14 +62,16 @@ def test_other_changes_of_a_model_are_no_reason_to_warn(kind: str) -> None:
                 model[0] = nn.Linear(4, 4, dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(torch.randn(3, 4))
+            backward(model(torch.randn(3, 4)).square().mean(), optimizer)
+            optimizer.step()
 
 
 def test_weight_norm_after_initialize_is_warned_of() -> None:
-    model, _ = made("O5")
+    model, optimizer = made("O5")
     parametrizations.weight_norm(model[1])
+    backward(model(torch.randn(3, 4)).square().mean(), optimizer)
     with pytest.warns(UserWarning, match=r"'1.parametrizations.weight.original0'"):
-        model(torch.randn(3, 4))
+        optimizer.step()
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -175,7 +175,7 @@ def test_undo_frees_masters_and_sessions_without_the_collector(level: str) -> No
         session = registry.of(model)
         assert session is not None
         masters = list(mpinit.master_params(optimizer)) if level in ("O2", "O5") else []
-        known = [weakref.ref(each) for each in (session, session.masters, session.values, *masters)]
+        known = [weakref.ref(each) for each in (session, session.masters, session.casts, *masters)]
         del session, masters
         mpinit.undo(model)
         assert not [each() for each in known if each() is not None], "while the model lives"

@@ -1,11 +1,14 @@
-"""A warning of 16-bit buffers that a model writes to while it trains, such as counters and running means.
+"""What users and models write: to masters, to entries of state dicts, to 16-bit buffers; looked at before each use.
 
-They change a little at a time, and 16 bits round small changes away: in bfloat16 a counter stops at 256.
+Masters that were written to are rounded into their weights. A write to an entry, which is a copy, reaches nothing. A
+16-bit buffer that a model writes to while it trains, such as a counter or a running mean, changes a little at a time,
+and 16 bits round small changes away: in bfloat16 a counter stops at 256. Of both there is one warning.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,10 +19,88 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import dotted
+from ..distributed.ddp import note_running_wrapper
 from ..distributed.sharding import is_distributed, is_sharded
+from ..masters.masters import Masters
 
+_WRITTEN: Final = (
+    "{} of a state dict that model.state_dict() returned {} written to, and not loaded. Entries are float32 copies, so "
+    "the model does not have these numbers: call model.load_state_dict() with them, or write inside `with "
+    "mpinit.float32_weights(model)`"
+)
+# How many entries the warning names.
+_NAMED: Final = 5
 # Writes of the first two steps are looked for. A model writes to its state in every step, or after every step.
 _STEPS: Final = 2
+
+
+class Writes:
+    """What is done about writes before a forward of a session's models, called by user code, and before a step."""
+
+    def __init__(self, masters: Masters) -> None:
+        self.entries = WrittenEntries()
+        self.buffers = WrittenBuffers()
+        self._masters = masters
+        # While one thread applies pending writes, forwards of other threads wait.
+        self._lock = threading.RLock()
+
+    def before_forward(self) -> None:
+        """Apply pending writes, and warn of those that reach nothing.
+
+        Raises:
+            RuntimeError: see :meth:`.Masters.apply_writes`.
+        """
+        if is_distributed():
+            note_running_wrapper()
+        if torch.is_grad_enabled():
+            self.buffers.begin()
+        with self._lock:
+            self._apply()
+
+    def before_step(self) -> None:
+        """Do the same before a step; the first two warn of buffers."""
+        self._apply()
+        self.buffers.before_step()
+
+    def _apply(self) -> None:
+        self._masters.apply_writes()
+        self.entries.warn_of_writes()
+
+
+class WrittenEntries:
+    """The entries of state dicts that users have: a write to one that is not loaded is warned of, once."""
+
+    def __init__(self) -> None:
+        # The id of a weak reference to an entry -> that, the entry's version when it was made or last loaded, its name.
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+        self._has_warned = False
+
+    def add(self, entry: torch.Tensor, name: str) -> None:
+        """Add an entry, until it is freed."""
+        if not self._has_warned:
+            entries = self._entries
+            known = weakref.ref(entry, lambda freed: entries.pop(id(freed), None))
+            entries[id(known)] = known, entry._version, name
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Record that a state dict is loaded: writes to its entries so far are wanted."""
+        ids = set(map(id, state_dict.values())) if self._entries else set()
+        for key, (known, _, name) in list(self._entries.items()):
+            entry = known()
+            if entry is not None and id(entry) in ids:
+                self._entries[key] = known, entry._version, name
+
+    def warn_of_writes(self) -> None:
+        """Warn once of the entries that were written to and not loaded since; at a forward or a step."""
+        if not self._entries:
+            return
+        present = [(known(), version, name) for known, version, name in list(self._entries.values())]
+        names = [repr(name) for entry, version, name in present if entry is not None and entry._version != version]
+        if names:
+            self._has_warned = True
+            self._entries.clear()
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            warn_user(_WRITTEN.format(", ".join(names[:_NAMED]) + more, "were" if len(names) > 1 else "was"))
 
 
 class WrittenBuffers:
