@@ -5,7 +5,7 @@ Inside a forward everything is in one dtype, and a call from one module to the n
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..autocast.forward_casts import ForwardCasts
-from ..basics.dtypes import LOWER_PRECISION, dtype_name, is_lower_precision, may_overflow
+from ..basics.dtypes import LOWER_PRECISION, is_lower_precision, may_overflow
 from ..basics.running import current_pass, is_tracing_symbolically
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
