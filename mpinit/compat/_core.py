@@ -44,6 +44,16 @@ def share_overflow(before: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
         gradients.is_fresh = True
 
 
+def end_casts(session: Any) -> None:
+    """End a session's casts of functions. Its optimizers go on: losses are scaled as before, by the same scalers."""
+    models, optimizers, scalers = list(session.models), list(session.optimizers), list(session.scalers)
+    properties = dict(session.properties) | {"patch_torch_functions": False, "verbosity": 0}
+    initialization.undo((*models, *optimizers)[0])
+    if optimizers:
+        start(models, optimizers, session.opt_level, properties)
+        registry.session_of(optimizers[0]).scalers[:] = scalers
+
+
 def has_overflow(scaler: Scaler) -> bool:
     """Return whether a check since the last update of the scale found inf or nan; this needs a device sync."""
     return scaler.found_inf is not None and bool(scaler.found_inf.item() > 0)

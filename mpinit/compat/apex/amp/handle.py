@@ -244,7 +244,7 @@ class NoOpHandle:
 
 
 class SessionHandle:
-    """The handle after ``amp.initialize``: :meth:`_deactivate` ends the latest session that casts functions."""
+    """The handle after ``amp.initialize``: :meth:`_deactivate` ends the casts of functions, and nothing else."""
 
     has_cache = True
     verbose = False
@@ -268,8 +268,8 @@ class SessionHandle:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
-        for session in self._sessions()[-1:]:
-            mp.undo(session.models[0])
+        for session in self._sessions():
+            _core.end_casts(session)
 
     @staticmethod
     def _sessions() -> list[Any]:
