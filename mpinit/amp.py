@@ -151,6 +151,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
     Raises:
         RuntimeError: gradients are scaled at the moment; or a weight and its master were changed, differently.
+        TypeError: ``optimizer`` is not an optimizer.
 
     Example:
         >>> import torch, mpinit
@@ -163,7 +164,12 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """
     session = registry.of(optimizer)
     if session is None:
-        for group in optimizer.param_groups:
+        groups = getattr(optimizer, "param_groups", None)
+        if groups is None:
+            raise TypeError(
+                f"masters and gradients are those of one optimizer: pass it, not {type(optimizer).__name__}"
+            )
+        for group in groups:
             yield from group["params"]
         return
     yield from session.managed.find(optimizer).master_params()
@@ -380,7 +386,11 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
         [0.1]
         >>> mpinit.undo(model)
     """
-    optimizer = scheduler.optimizer
+    optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is None:
+        raise TypeError(
+            f"scheduler_step needs a scheduler with its optimizer in .optimizer, not {type(scheduler).__name__}"
+        )
     if registry.of(optimizer) is None or not step_was_skipped(optimizer):
         scheduler.step(*args)
 

@@ -74,8 +74,8 @@ def as_optimizers(value: Any) -> list[Any]:
         inner = None if isinstance(item, Optimizer) else wrapped_in(item)
         if isinstance(inner, Optimizer):
             raise TypeError(
-                f"{type(item).__name__} is no Optimizer, and steps in a way of its own: pass the "
-                f"{type(inner).__name__} inside of it, and wrap that afterwards"
+                f"{type(item).__name__} is not a torch.optim.Optimizer. Pass the {type(inner).__name__} in it to "
+                "initialize; if it wraps the optimizer's step, make it again afterwards"
             )
     return as_list(items, Optimizer, "optimizers")
 

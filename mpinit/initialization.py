@@ -160,6 +160,8 @@ def start(
 ) -> Any:
     """Do what :func:`initialize` does. Only the apex face sets ``cast_policy``."""
     model_list = checks.as_list(models, nn.Module, "models")
+    if not model_list:
+        raise ValueError("models is an empty list: pass the modules to train")
     optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
     for name, value in (("enabled", enabled), ("await_optimizers", await_optimizers)):
         if not isinstance(value, bool):  # "False" of a command line would be true
@@ -285,10 +287,9 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
         if session is not None:
             found[session] = None
         elif owner not in registry.disabled:
-            raise ValueError(
-                f"this {type(owner).__name__} is not initialised, so there is nothing to undo: one undo is enough "
-                "for all that was initialised in the same call"
-            )
+            whole = registry.whole_of(owner)
+            nothing = "not initialised, so there is nothing to undo: one undo() reverts a whole initialize() call"
+            raise ValueError(f"this {type(owner).__name__} is {whole or nothing}")
     try:
         for_each(Session.undo, sorted(found, key=lambda session: -session.number))
     finally:

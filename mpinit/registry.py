@@ -101,6 +101,12 @@ def _is_part(module: nn.Module, session: Session) -> bool:
     return any(module is part for model in session.models for part in model.modules())
 
 
+def whole_of(part: Any) -> str:
+    """Describe the initialised model that a module is a part of, for a message; "" if there is none."""
+    session = next((each for each in live() if isinstance(part, nn.Module) and _is_part(part, each)), None)
+    return "" if session is None else f"a part of an initialised model: pass the whole model of {session.describe()}"
+
+
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
     """List the live sessions of models or optimizers, each once; objects without one are not listed."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
@@ -117,6 +123,7 @@ def session_of(optimizer: Any) -> Session:
 
     Raises:
         RuntimeError: it has none.
+        TypeError: it is neither.
     """
     session = of(optimizer)
     if session is None:
@@ -124,9 +131,12 @@ def session_of(optimizer: Any) -> Session:
         known = "; ".join(session.describe() for session in live()) or "there are none"
         is_awaited = any(each.managed.awaits for each in live())
         first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if is_awaited else "")
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
-        )
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, nn.Module) and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"pass an initialised model or optimizer, not {name}. Live sessions: {known}")
+        if whole := whole_of(optimizer):
+            raise RuntimeError(f"this {name} is {whole}")
+        raise RuntimeError(f"this {name} was not initialised: pass it to {first} first. Live sessions: {known}")
     return session
 
 

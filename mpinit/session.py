@@ -216,6 +216,8 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
+            for managed in self.managed:  # else their gradients would stay multiplied by the loss scale
+                managed.check_unscaled("mpinit.undo()", "move it after the with-block")
             is_o1 = self.properties.patch_torch_functions is True
             if is_o1 and thread_state.value.has_later_block():
                 raise RuntimeError(_IN_BLOCK)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import mpinit
 
@@ -135,6 +136,10 @@ MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "initialised already": (twice, ValueError, "mpinit.undo", "Net"),
     "its optimizer was": (same_optimizer_twice, ValueError, "mpinit.undo", "SGD"),
     "a part of it was": (shared_module, ValueError, "mpinit.undo", "session"),
+    "no models": (lambda: initialize([]), ValueError, "empty", "modules"),
+    "a scheduler": (lambda: initialize(NET, StepLR(OPTIMIZER, 1)), TypeError, "StepLR", "Pass the SGD"),
+    "an optimizer's class": (lambda: initialize(NET, torch.optim.Adam), TypeError, "class Adam", "object"),
+    "the level second": (lambda: initialize(NET, "O5"), TypeError, "optimizers", "str"),
     "lazy": (lazy_module, ValueError, "lazy", "forward"),
     "scripted": (scripted, ValueError, "ScriptModule", "torch.jit.trace"),
     "memory is shared": (shared_memory, ValueError, "memory", "view"),
@@ -156,6 +161,8 @@ KEYWORDS: dict[str, tuple[dict[str, Any], type[BaseException], str, str]] = {
     "reduce_dtype": ({"reduce_dtype": "float32"}, ValueError, "reduce_dtype", "float32_allreduce_hook"),
     "cast_scope": ({"cast_scope": "model"}, ValueError, "cast_scope", "patch_torch_functions"),
     "split_bucket_bytes": ({"split_bucket_bytes": 1}, ValueError, "split_bucket_bytes", "constant"),
+    "dtype": ({"dtype": BF16}, ValueError, "cast_model_type", "O5"),
+    "half_dtype": ({"half_dtype": BF16}, ValueError, "cast_model_type", "O5"),
     "level o2": ({"opt_level": "o2"}, ValueError, "o2", "'O2'"),
     "level 02": ({"opt_level": "02"}, ValueError, "02", "'O2'"),
     "level 2": ({"opt_level": 2}, ValueError, "2", "'O2'"),
@@ -164,6 +171,10 @@ KEYWORDS: dict[str, tuple[dict[str, Any], type[BaseException], str, str]] = {
     "level True": ({"opt_level": True}, ValueError, "enabled", "level"),
     "scale below 0": ({"loss_scale": -1.0}, ValueError, "loss_scale", "dynamic"),
     "scale of nan": ({"loss_scale": float("nan")}, ValueError, "loss_scale", "nan"),
+    "scale of 0": ({"loss_scale": 0}, ValueError, "loss_scale", "2**-126"),
+    "scale is a class": ({"loss_scale": mpinit.DynamicLossScale}, ValueError, "loss_scale", "DynamicLossScale(...)"),
+    "scale is torch's": ({"loss_scale": torch.amp.GradScaler("cpu")}, ValueError, "loss_scale", "DynamicLossScale"),
+    "minimum of 0": ({"min_loss_scale": 0.0}, ValueError, "min_loss_scale", "2**-126"),
     "scale is a word": ({"loss_scale": "auto"}, ValueError, "loss_scale", "dynamic"),
     "16-bit weights at O1": ({"opt_level": "O1", "cast_model_type": FP16}, ValueError, "cast_model_type", "O1"),
     "masters at O1": ({"opt_level": "O1", "master_weights": True}, ValueError, "master_weights", "O1"),
@@ -174,6 +185,8 @@ KEYWORDS: dict[str, tuple[dict[str, Any], type[BaseException], str, str]] = {
     "no losses": ({"num_losses": 0}, ValueError, "num_losses", "1"),
     "kept name": ({"opt_level": "O2", "keep_fp32": "hedd"}, ValueError, "hedd", "head"),
     "kept number": ({"opt_level": "O2", "keep_fp32": 3}, ValueError, "keep_fp32", "name"),
+    "kept module": ({"opt_level": "O2", "keep_fp32": Net().head}, ValueError, "Linear", "name"),
+    "entry point is a method": ({"opt_level": "O2", "entry_points": Net().features}, ValueError, "'features'", "name"),
     "entry point": ({"opt_level": "O2", "entry_points": "featurs"}, ValueError, "featurs", "features"),
     "kept input": ({"opt_level": "O2", "keep_inputs": "target"}, ValueError, "target", "targets"),
     "states": ({"opt_level": "O5", "optimizer_state": "int4"}, ValueError, "optimizer_state", "int8"),
@@ -272,6 +285,20 @@ def uninitialised_optimizer() -> None:
     backward(Net(), sgd(Net()))
 
 
+def undo_in_block() -> None:
+    model, optimizer = pair("O2")
+    with mpinit.scale_loss(model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        mpinit.undo(model)
+
+
+def forgot_backward() -> None:
+    model, optimizer = pair("O2")
+    with mpinit.scale_loss(model(X).sum(), optimizer):
+        pass
+    optimizer.step()
+
+
 def both_scalers() -> None:
     model, optimizer = pair("O2")
     scaler = mpinit.GradScaler(optimizer)
@@ -300,6 +327,19 @@ LOOPS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "optimizers are awaited": (awaited, RuntimeError, "add_optimizers", "optimizer"),
     "another optimizer's step": (other_optimizer, RuntimeError, "add_optimizers", "SGD"),
     "an optimizer that was never": (uninitialised_optimizer, RuntimeError, "initialise", "initialize"),
+    "undo in the block": (undo_in_block, RuntimeError, "undo", "after"),
+    "no backward pass": (forgot_backward, UserWarning, "step() does nothing", "gradient"),
+    "a number for a loss": (lambda: mpinit.scale_loss(3.0, pair()[1]), TypeError, "tensor", "item()"),  # type: ignore[arg-type]
+    "a scheduler's optimizer": (lambda: mpinit.scheduler_step(OPTIMIZER), TypeError, "scheduler", "SGD"),
+    "clip what": (lambda: mpinit.clip_grad_norm_(1.0, OPTIMIZER), TypeError, "optimizer", "float"),  # type: ignore[arg-type]
+    "clip parameters": (
+        lambda: mpinit.clip_grad_norm_(NET.parameters(), 1.0),  # type: ignore[arg-type]
+        TypeError,
+        "optimizer",
+        "generator",
+    ),
+    "a name for a function": (lambda: mpinit.half_function("linear"), TypeError, "callable", "register"),  # type: ignore[arg-type]
+    "no such function": (lambda: mpinit.register_half_function(torch, "matmull"), ValueError, "matmull", "'matmul'"),
     "two scalers": (both_scalers, RuntimeError, "GradScaler", "scale_loss"),
     "all is frozen": (freeze_midway, RuntimeError, "grad", "element 0"),
 }
@@ -349,6 +389,17 @@ def block(change: Callable[[Net], Any]) -> Callable[[], None]:
             change(model)
 
     return run
+
+
+def with_pair(call: Callable[[Net], Any]) -> None:
+    model, optimizer = pair()
+    call(model)
+    del optimizer
+
+
+def float32(what: Any) -> None:
+    with mpinit.float32_weights(what):
+        pass
 
 
 def replace(model: Net) -> None:
@@ -465,6 +516,15 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "which session": (which_session, RuntimeError, "optimizer", "sessions"),
     "undo of a plain model": (lambda: mpinit.undo(Net()), ValueError, "Net", "not initialised"),
     "undo of text": (lambda: mpinit.undo("model"), ValueError, "str", "not initialised"),  # type: ignore[arg-type]
+    "undo of a part": (lambda: with_pair(lambda m: mpinit.undo(m.layer)), ValueError, "part", "whole model"),
+    "float32 of a part": (lambda: with_pair(lambda m: float32(m.layer)), RuntimeError, "part", "whole model"),
+    "float32 of parameters": (lambda: with_pair(lambda m: float32(m.parameters())), TypeError, "model", "generator"),
+    "float32 of a plain model": (lambda: float32(Net()), RuntimeError, "not initialised", "Net"),
+    "the state of a dict": (lambda: mpinit.state_dict({}), TypeError, "optimizer", "dict"),  # type: ignore[arg-type]
+    "masters of nothing": (lambda: next(mpinit.master_params(None)), TypeError, "optimizer", "NoneType"),  # type: ignore[arg-type]
+    "masters of a list": (lambda: next(mpinit.master_params([OPTIMIZER])), TypeError, "one optimizer", "list"),  # type: ignore[arg-type]
+    "an audit of parameters": (lambda: mpinit.audit(NET, list(NET.parameters())), TypeError, "Optimizer", "Parameter"),
+    "a watch of an optimizer": (lambda: mpinit.watch_overflow(OPTIMIZER).__enter__(), TypeError, "module", "SGD"),  # type: ignore[arg-type]
     "masters of a model": (lambda: next(mpinit.master_params(pair()[0])), TypeError, "Net", "optimizer"),  # type: ignore[arg-type]
     "counts of a plain optimizer": (lambda: mpinit.step_counts(sgd(NET)), RuntimeError, "initialise", "SGD"),
     "a report of a plain one": (lambda: mpinit.overflow_report(sgd(NET)), RuntimeError, "initialise", "SGD"),

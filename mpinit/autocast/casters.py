@@ -263,6 +263,10 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
     A float32 function runs with casts off, because the matrix products in its body would cast to 16 bits again. A
     builtin function of torch runs with casts off, because torch's own autocast would cast its arguments again.
     """
+    if not callable(function):
+        raise TypeError(
+            f"the function to cast for must be callable, not {function!r}; to name it, use mpinit.register_*"
+        )
     implicit = 1 if _has_implicit_parameter(function) else 0
     builtin = not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch"
     without_casts = cast is Cast.FP32 or builtin

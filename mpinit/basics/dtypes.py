@@ -31,7 +31,7 @@ def parse_dtype(value: Any) -> torch.dtype:
         found = NAMES.get(value.strip().lower().removeprefix("torch."))
         if found is not None:
             return found
-    raise ValueError(f"{value!r} is not a dtype mpinit works in; use a torch.dtype or one of {', '.join(NAMES)}")
+    raise ValueError(f"unsupported dtype {value!r}; use a torch.dtype or one of {', '.join(NAMES)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -97,6 +97,8 @@ def make(name: str) -> tuple[nn.Module, Any]:
         The model, and its optimizer or None.
     """
     factory = load(name)
+    if not callable(factory):
+        raise ValueError(f"{name} is an object of {type(factory).__name__}, not a function that returns a model")
     torch.manual_seed(0)
     made = factory if isinstance(factory, nn.Module) else factory()
     model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

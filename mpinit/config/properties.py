@@ -1,11 +1,14 @@
 """The table of properties: what a level, a configuration or a keyword sets, checked as a whole, and the levels."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, MethodType
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,7 +21,7 @@ from pydantic import (
 )
 
 from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
-from .loss_scale import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale, LossScale
+from .loss_scale import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale, LossScale, check_scale
 
 # Types for the signature of initialize, too.
 KeptModules = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
@@ -36,14 +39,23 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 
 def _loss_scale(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f'{value} is not a loss scale; use "dynamic", a number such as 128.0, or a DynamicLossScale')
     if isinstance(value, Mapping):  # the table [loss_scale] of a configuration file
         try:
             return DynamicLossScale(**value)
         except TypeError as error:
             raise ValueError(f"{error}; a table of loss_scale has the arguments of mpinit.DynamicLossScale") from None
-    return value
+    if isinstance(value, DynamicLossScale) or (isinstance(value, str) and value == "dynamic"):
+        return value
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ValueError(
+            f'{value!r} is not a loss scale; use "dynamic", a number between 2**-126 and 2**126 such as 128.0, or an '
+            "object mpinit.DynamicLossScale(...)"
+        )
+    return number
 
 
 def _entries(value: Any) -> tuple[Any, ...]:
@@ -81,6 +93,8 @@ def _kept_inputs(value: Any) -> tuple[KeptInputs, ...]:
 
 def _entry_points(value: Any) -> tuple[str, ...]:
     for entry in (entries := _entries(value)):
+        if isinstance(entry, MethodType):
+            raise ValueError(f"a method was passed; pass its name, {entry.__name__!r}, a string")
         if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):
             raise ValueError(
                 f"{entry!r} is not the name of a method; use names such as 'forward_features', or "
@@ -94,7 +108,7 @@ _Dtype = Annotated[
     PlainValidator(_dtype),
     PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
 ]
-_Scale = Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE)]
+_Scale = Annotated[float, AfterValidator(partial(check_scale, name="value"))]
 _Modules = Annotated[tuple[Any, ...], BeforeValidator(_kept_modules)]
 _Nothing = BeforeValidator(lambda value: None if is_nothing(value) else value)
 
@@ -117,9 +131,7 @@ class Properties(BaseModel):
     patch_torch_functions: bool | Literal["model"] = False
     keep_batchnorm_fp32: Annotated[bool | None, _Nothing] = None
     master_weights: Annotated[bool | Literal["split", "model"] | None, _Nothing] = None
-    loss_scale: Annotated[_Scale | Literal["dynamic"] | InstanceOf[DynamicLossScale], BeforeValidator(_loss_scale)] = (
-        1.0
-    )
+    loss_scale: Annotated[float | Literal["dynamic"] | InstanceOf[DynamicLossScale], BeforeValidator(_loss_scale)] = 1.0
     # apex's others.
     cast_model_outputs: _Dtype = None
     num_losses: Annotated[int, Field(ge=1, le=2**16)] = 1  # a scaler each: a million takes minutes, and is a mistake

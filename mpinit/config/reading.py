@@ -43,6 +43,8 @@ _MOVED: Final = {
     "reduce_dtype": "use ddp.register_comm_hook(None, mpinit.float32_allreduce_hook)",
     "split_bucket_bytes": "it is a constant",
 }
+# Other libraries' words for the dtype of the weights.
+_DTYPES: Final = ("dtype", "half_dtype", "torch_dtype", "mixed_precision", "precision", "amp_dtype")
 
 
 class DefaultLevel(str):
@@ -56,10 +58,13 @@ def check_level(opt_level: Any) -> str:
     """Return the level's name, or raise a ValueError that lists the levels."""
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return str(opt_level)
-    is_enabled = isinstance(opt_level, bool)
-    hint = ": apex's third argument, enabled, is a keyword here" if is_enabled else ""
+    hint = "."
+    if isinstance(opt_level, bool):
+        hint = ": apex's third argument, enabled, is a keyword here."
+    elif (near := f"O{str(opt_level)[-1:]}") in OPT_LEVELS:
+        hint = f"; did you mean {near!r}?"
     raise ValueError(
-        f"opt_level={opt_level!r} is not a level{hint}; the levels are {', '.join(map(repr, OPT_LEVELS))}, the capital "
+        f"opt_level={opt_level!r} is not a level{hint} The levels are {', '.join(map(repr, OPT_LEVELS))}, the capital "
         "letter O and a number"
     )
 
@@ -76,6 +81,10 @@ def check_names(names: Iterable[Any], where: str, also: tuple[str, ...] = ()) ->
         if name in _MOVED:
             raise ValueError(f"{where} {name!r} any more: {_MOVED[name]}")
         if name not in PROPERTIES and name not in also:
+            if name in _DTYPES:
+                raise ValueError(
+                    f"{where} {name!r}: the level sets the dtype (O2: float16, O5: bfloat16), or cast_model_type"
+                )
             near = difflib.get_close_matches(str(name), (*also, *PROPERTIES), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join((*also, *PROPERTIES))}"
             raise ValueError(f"{where} {name!r}{hint}")

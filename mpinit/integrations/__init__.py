@@ -13,3 +13,8 @@ def require(package: str) -> Any:
             f"mpinit.integrations.{package} needs {package}, and importing it failed ({error}): "
             f'pip install "mpinit[{package}]"'
         ) from error
+
+
+def named(value: Any) -> str:
+    """Name an object of a wrong type, for a message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

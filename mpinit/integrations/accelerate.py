@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .. import amp, checks, registry
-from . import require
+from . import named, require
 
 accelerate = require("accelerate")
 
@@ -52,6 +52,8 @@ def attach(accelerator: Any, optimizers: Any) -> None:
     check(accelerator)
     inner = [registry.unwrapped(optimizer) for optimizer in checks.as_list(optimizers, Optimizer, "optimizers")]
     prepared = [registry.unwrapped(wrapper) for wrapper in accelerator._optimizers]
+    if not inner:
+        raise ValueError("attach needs the initialised optimizers, and got an empty list")
     if accelerator.distributed_type.name == "FSDP" and not all(optimizer in prepared for optimizer in inner):
         raise RuntimeError(
             "FSDP replaces the parameters: first accelerator.prepare(model, optimizer), then mpinit.initialize(model, "
@@ -82,8 +84,7 @@ def check(accelerator: Any) -> None:
     """Refuse what is no Accelerator, and an Accelerator with casts or a backward pass of its own."""
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(
-            f"attach(accelerator, optimizers) needs an Accelerator first, not {type(accelerator).__name__}: are the "
-            "two swapped?"
+            f"attach(accelerator, optimizers) needs an Accelerator first, not {named(accelerator)}: are they swapped?"
         )
     if accelerator.mixed_precision != "no":
         raise ValueError(

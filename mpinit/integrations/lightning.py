@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .. import amp, checkpoint, registry
 from ..basics.patching import Undo, UndoStack
+from ..config.reading import check_level, check_names
 from . import require
 
 _lightning: Final[Any] = require("lightning").pytorch
@@ -49,6 +50,8 @@ class MixedPrecision(Precision):  # type: ignore[misc]
     main_params = staticmethod(amp.master_params)  # Lightning clips their gradients.
 
     def __init__(self, opt_level: str = "O1", **properties: Any) -> None:
+        check_level(opt_level)
+        check_names(properties, "MixedPrecision() has no keyword", also=("enabled", "process_group", "config"))
         self._settings = {"opt_level": opt_level, **properties, "await_optimizers": True}
         self._modules: list[torch.nn.Module] = []
         self._undos = UndoStack()

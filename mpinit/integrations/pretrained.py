@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import registry
-from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
+from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision, parse_dtype
 from ..basics.weak_references import OfModule
 
 
@@ -25,6 +25,8 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
 
     Raises:
         RuntimeError: the model is not initialised.
+        TypeError: it has no ``save_pretrained``.
+        ValueError: ``dtype`` is not a dtype.
 
     Example:
         >>> import mpinit, transformers
@@ -34,10 +36,13 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
         >>> save_in(model)  # from here on model.save_pretrained(folder) writes float32
         >>> mpinit.undo(model)
     """
-
     session = registry.session_of(model)
-    for part in _with_configs(model):
-        session.patch(part, "save_pretrained", _SavePretrained(part, dtype))
+    wanted = dtype if callable(dtype) else parse_dtype(dtype)
+    parts = _with_configs(model)
+    if not parts:
+        raise TypeError(f"{type(model).__name__} has no save_pretrained: use torch.save(model.state_dict(), file)")
+    for part in parts:
+        session.patch(part, "save_pretrained", _SavePretrained(part, wanted))
 
 
 class _SavePretrained(OfModule):

@@ -11,8 +11,8 @@ import torch
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.wrappers import inner_optimizers
-from ..config.reading import check_level
-from . import require
+from ..config.reading import check_level, check_names
+from . import named, require
 from .accelerate import attach, check
 from .pretrained import save_in
 
@@ -69,6 +69,7 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
     """
     wanted = parse_dtype(save_dtype)
     check_level(opt_level)
+    check_names(properties, "enable() has no keyword", also=("enabled", "process_group", "config"))
     _check(trainer)
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     initialised = [] if optimizer is None else [optimizer]
@@ -111,7 +112,7 @@ def _load_loss_scale(trainer: Any, folder: str | None) -> None:
 def _check(trainer: Any) -> None:
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(
-            f"enable needs a transformers.Trainer, not {type(trainer).__name__}: pass the Trainer that trains the "
+            f"enable needs a transformers.Trainer, not {named(trainer)}: pass the Trainer that trains the "
             "model, or pass model and optimizer to mpinit.initialize"
         )
     for name, instead in _INSTEAD.items():
@@ -120,6 +121,11 @@ def _check(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         raise ValueError(f"the Trainer runs {trainer.args.n_gpu} GPUs by DataParallel: start it with torchrun instead")
     check(trainer.accelerator)
+    if (session := registry.of(trainer.model)) is not None:
+        raise ValueError(
+            f"the Trainer's model is initialised already, in {session.describe()}: call enable once, before train(), "
+            "and mpinit.undo(trainer.model) before another level"
+        )
 
 
 def _float32_as_usual(model: Any) -> list[str]:

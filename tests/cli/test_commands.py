@@ -121,13 +121,14 @@ def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], printed: Pri
 WRONG: dict[str, tuple[list[str], str]] = {
     "a level": (["levels", "O9"], "opt_level='O9' is not a level"),
     "an override": (["levels", "--set", "loss_scale"], "write NAME=VALUE"),
-    "a value": (["levels", "--set", "loss_scale=x"], "loss_scale: input should be a valid number"),
+    "a value": (["levels", "--set", "loss_scale=x"], "loss_scale: 'x' is not a loss scale"),
     "a property": (["levels", "--set", "los_scale=2"], "did you mean 'loss_scale'"),
     "a keyword that is no property": (
         ["levels", "--set", "models=2"],
         "there is no property 'models'. There are: cast_model_type,",
     ),
-    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "no property 'dtype'; did you mean 'grad_dtype'"),
+    "a keyword for a dtype": (["levels", "--set", "dtype=bf16"], "no property 'dtype': the level sets the dtype"),
+    "an object": (["audit", "cli_models:NOT_A_FUNCTION"], "is an object of"),
     "an option": (["levels", "--bogus"], "unrecognized arguments: --bogus"),
     "no colon": (["explain", "cli_models"], "write the module, a colon and the name"),
     "no module": (["explain", "no_such_module:build"], "there is no module 'no_such_module'"),

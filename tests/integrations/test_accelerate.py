@@ -162,9 +162,14 @@ def test_an_optimizer_that_is_not_initialised_is_refused() -> None:
         attach(Accelerator(cpu=True), sgd(mlp()))
 
 
+def test_an_empty_list_of_optimizers_is_refused() -> None:
+    with pytest.raises(ValueError, match="got an empty list"):
+        attach(Accelerator(cpu=True), [])
+
+
 def test_swapped_arguments_are_refused_in_words() -> None:
     _, optimizer = made({"opt_level": "O5"})
-    with pytest.raises(TypeError, match=r"needs an Accelerator first, not AdamW: are the two swapped\?"):
+    with pytest.raises(TypeError, match=r"needs an Accelerator first, not AdamW: are they swapped\?"):
         attach(optimizer, Accelerator(cpu=True))
 
 

@@ -365,6 +365,13 @@ def test_fabric_resumes_to_the_bit(precision: dict[str, Any], tmp_path: Path) ->
     assert resumed["precision"].state_dict() == state["precision"].state_dict()
 
 
+def test_wrong_arguments_of_the_plugin_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="did you mean 'O2'"):
+        MixedPrecision("o2")
+    with pytest.raises(ValueError, match=r"MixedPrecision\(\) has no keyword 'keep_fp23'; did you mean 'keep_fp32'"):
+        MixedPrecision("O2", keep_fp23=["head"])
+
+
 def test_fabric_refuses_an_optimizer_that_was_not_added() -> None:
     for name in ("O2", "O5"):
         fabric = fabric_of(opt_level=name)

@@ -305,7 +305,7 @@ def test_conflicting_trainer_arguments_are_refused(case: str, tmp_path: Path) ->
     assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
 
 
-@pytest.mark.parametrize(("level", "hint"), [("o5", "O5"), ("O9", "the levels are 'O0'")])
+@pytest.mark.parametrize(("level", "hint"), [("o5", "O5"), ("O9", "The levels are 'O0'"), (5, "did you mean 'O5'")])
 def test_enable_names_the_level_that_is_meant(level: Any, hint: str, tmp_path: Path) -> None:
     trainer = trainer_of("gpt2", tmp_path, None)
     with pytest.raises(ValueError, match=hint):
@@ -317,8 +317,13 @@ def test_enable_needs_a_trainer_and_works_once(tmp_path: Path) -> None:
     trainer = trainer_of("gpt2", tmp_path, None)
     with pytest.raises(TypeError, match=r"needs a transformers\.Trainer, not GPT2"):
         enable(trainer.model)
+    for name in ("models", "await_optimizers", "level"):
+        with pytest.raises(ValueError, match=rf"enable\(\) has no keyword '{name}'"):
+            enable(trainer, **{name: None})
+    with pytest.raises(ValueError, match="unsupported dtype 'bf17'"):
+        enable(trainer, save_dtype="bf17")
     enable(trainer)
-    with pytest.raises(ValueError, match=r"was initialised already.*call mpinit\.undo"):
+    with pytest.raises(ValueError, match=r"is initialised already.*mpinit\.undo"):
         enable(trainer)
     trainer.train()
 

@@ -10,6 +10,9 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
 
 
+NOT_A_FUNCTION = 3
+
+
 def deep() -> nn.Module:
     """Whose modules have long names."""
     model = classifier()
