@@ -8,6 +8,7 @@ also one that was written to and then restored.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -36,37 +37,45 @@ def meaning(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # -- split masters ----------------------------------------------------------------------------------------------------
 
 # The upper half of a float32 number, rounded half away from zero, is a bfloat16 number. What is missing is the lower
-# half as a signed integer, the remainder: where it is negative, the upper half was rounded up.
+# half as a signed integer, the remainder: where it is negative, the upper half was rounded up. Both functions are for
+# flat tensors of one size, and may be compiled.
 
 
-def split_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Split float32 numbers in place: ``bits`` become those of the bfloat16 numbers.
-
-    Args:
-        bits: the numbers, viewed as int32.
-        remainder: int16, of the same shape; gets the remainders.
-    """
+def round_half_away(values: torch.Tensor, weight: torch.Tensor) -> None:
+    """Round float32 ``values`` into a bfloat16 ``weight``. Its remainder is the lower half of the values' bits."""
     # The one nan that stays a nan: others, such as CUDA's, would be rounded to 0.
-    bits.view(torch.float32).nan_to_num_(math.nan, math.inf, -math.inf)
-    remainder.copy_(bits)
-    bits.add_(0x8000).bitwise_right_shift_(16)
+    bits = torch.where(values.isnan(), math.nan, values).view(torch.int32)
+    weight.copy_(bits.add_(0x8000).bitwise_and_(-0x10000).view(torch.float32))
 
 
-def join_(values: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Add remainders to bfloat16 numbers that were widened to float32, in place: the reverse of :func:`split_`.
+def join(weight: torch.Tensor, remainder: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the float32 numbers of a weight and its remainder into ``values``.
 
     A number that was written to the weight gets the remainder of the one before, which is less than half a unit in its
     last place. 0, infinity and nan stay what they are. So no master is exact below 4.6e-41 or above 3.396e38.
 
     Args:
+        weight: bfloat16.
+        remainder: int16, viewed as bfloat16: compilers for CPUs have no fast loads of int16.
         values: float32.
-        remainder: int16, of the same shape.
     """
-    counts = values != 0
-    # Not isfinite(), which takes a float32 temporary. A nan is in neither.
-    counts &= values > -math.inf
-    counts &= values < math.inf
-    values.view(torch.int32).add_(remainder.where(counts, 0))
+    values.copy_(weight)
+    counts = (values != 0) & (values > -math.inf) & (values < math.inf)  # not isfinite(), which takes a temporary
+    lower = remainder.to(torch.float32).view(torch.int32).bitwise_right_shift_(16)
+    values.view(torch.int32).add_(torch.where(counts, lower, 0))
+
+
+def samples_of_split() -> list[tuple[Callable[..., None], list[torch.Tensor], list[int]]]:
+    """List the functions of split masters, with arguments of all kinds, and which of these each writes to."""
+    weight = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu")
+    remainder = torch.bitwise_xor(weight * 31, 0x55)
+    values = (weight.to(torch.int32) << 16 | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+    halves = weight.view(torch.bfloat16)
+    empty = torch.zeros_like(values)
+    return [
+        (round_half_away, [values, torch.zeros_like(halves)], [1]),
+        (join, [halves, remainder.view(torch.bfloat16), empty], [2]),
+    ]
 
 
 # -- casts without masters --------------------------------------------------------------------------------------------

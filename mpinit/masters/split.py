@@ -24,13 +24,16 @@ from ..distributed.sharding import (
     shard,
     sharded_as,
 )
-from .law import join_, split_
+from .arithmetic import Arithmetic
+from .law import join, round_half_away
 from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory of up to this size is kept between steps: for small weights its layout needs more time than the step.
 _KEPT_BYTES: Final = 16 * 2**20
-# How many numbers are split or joined at a time, so that temporaries are small.
+# How many numbers are split or joined at a time, so that temporaries are small; and the size of weights that are in no
+# piece with others, which needs one more copy.
 _PIECE: Final = 1 << 20
+_ALONE: Final = 1 << 18
 
 
 @final
@@ -63,6 +66,7 @@ class SplitMasters(Masters):
 
     Attributes:
         buffers: device -> float32 memory that is kept from step to step.
+        run: runs the arithmetic of steps.
     """
 
     steps_in_parts = True
@@ -70,6 +74,7 @@ class SplitMasters(Masters):
     def __init__(self, names: Names | None = None, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__(names, grad_dtype)
         self.buffers: dict[torch.device, torch.Tensor] = {}
+        self.run = Arithmetic()
 
     def hand_out(self, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """List the weights: their masters are in memory only while a step runs."""
@@ -106,9 +111,12 @@ class SplitMasters(Masters):
         assert isinstance(master, SplitMaster)
         self.check_data_of(master)
         weight = shard(master.weight)
-        joined = weight.to(torch.float32, copy=True)
-        if master.remainder is not None:
-            join_(joined, master.laid_out(weight))
+        if master.remainder is None:
+            return sharded_as(weight.to(torch.float32, copy=True), master.weight)
+        joined = torch.empty_like(weight, dtype=torch.float32)
+        remainder = flat(master.laid_out(weight)).view(torch.bfloat16)
+        for half, lower, values in zip(*map(_pieces, (flat(weight), remainder, flat(joined))), strict=True):
+            join(half, lower, values)
         return sharded_as(joined, master.weight)
 
     @torch.no_grad()
@@ -137,11 +145,11 @@ class _Bucket(MasterBatch):
         self._sizes = [shard(weight).numel() for weight in self._weights]
         self._numel = sum(self._sizes)
         self._layouts: object = None
-        # The masters' remainders, which are parts of one tensor; the memory of the weights, as numbers and as int16.
+        # The masters' remainders, which are parts of one tensor; and the memory of the weights, piece by piece: its
+        # first number's place in the bucket, its size, and its tensors, of which several are small.
         self._parts: list[torch.Tensor] = []
         self._remainder = torch.empty(0, dtype=torch.int16, device="cpu")
-        self._flat: list[torch.Tensor] = []
-        self._halves: list[torch.Tensor] = []
+        self._pieces: list[tuple[int, int, list[torch.Tensor]]] = []
         self._placeholders: list[torch.Tensor] = []
         # The float32 memory of a step, and that of each master and each gradient in it.
         self._buffer: torch.Tensor | None = None
@@ -166,8 +174,7 @@ class _Bucket(MasterBatch):
         self._parts = [part.as_strided(w.size(), w.stride()) for part, w in zip(parts, shards, strict=True)]
         for master, part in zip(self._masters, self._parts, strict=True):
             master.remainder = part
-        self._flat = [flat(shard(weight)) for weight in shards]
-        self._halves = [weight.view(torch.int16) for weight in self._flat]
+        self._pieces = _in_pieces([flat(weight) for weight in shards])
         self._placeholders = list(map(_placeholder, self._weights))
         self._layouts, self._values = layouts_of(shards), []
 
@@ -192,10 +199,10 @@ class _Bucket(MasterBatch):
             buffer = torch.empty(2 * self._numel, dtype=torch.float32, device=self._device)
         self._buffer = buffer
         self._lay_out(buffer)
-        values = buffer[: self._numel]
-        torch._foreach_copy_(list(values.split_with_sizes(self._sizes)), self._flat)
-        for part, remainder in zip(values.unsafe_split(_PIECE), self._remainder.unsafe_split(_PIECE), strict=True):
-            join_(part, remainder)
+        remainder, run = self._remainder.view(torch.bfloat16), self._owner.run
+        for start, size, weights in self._pieces:
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            run(join, weight, remainder[start : start + size], buffer[start : start + size])
         set_all_local_data(self._parameters, self._values, self._are_sharded)
 
     @without_gradients
@@ -227,9 +234,15 @@ class _Bucket(MasterBatch):
             return  # a call that was interrupted has begun to write: a second one would split numbers again
         try:
             self._gather()
-            bits = buffer[: self._numel].view(torch.int32)
-            split_(bits, self._remainder)
-            torch._foreach_copy_(self._halves, list(bits.split_with_sizes(self._sizes)))
+            self._remainder.copy_(buffer[: self._numel].view(torch.int32))
+            for start, size, weights in self._pieces:
+                values = buffer[start : start + size]
+                if len(weights) == 1:
+                    self._owner.run(round_half_away, values, weights[0])
+                    continue
+                together = torch.empty_like(values, dtype=torch.bfloat16)
+                self._owner.run(round_half_away, values, together)
+                torch._foreach_copy_(weights, list(together.split_with_sizes([each.numel() for each in weights])))
         finally:
             set_all_local_data(self._parameters, self._placeholders, self._are_sharded)
         if buffer.nbytes <= _KEPT_BYTES:
@@ -247,15 +260,35 @@ class _Bucket(MasterBatch):
                 laid_out.copy_(value)
 
 
+def _pieces(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return numbers.unsafe_split(_PIECE)
+
+
+def _in_pieces(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Divide the flat weights of a bucket into pieces: parts of a large weight, or some small ones."""
+    found: list[tuple[int, int, list[torch.Tensor]]] = []
+    end, room = 0, 0
+    for weight in weights:
+        for part in _pieces(weight):
+            size = part.numel()
+            if not found or size >= _ALONE or size > room:
+                found.append((end, size, [part]))
+                room = _PIECE - size if size < _ALONE else 0
+            else:
+                start, before, parts = found[-1]
+                found[-1] = start, before + size, [*parts, part]
+                room -= size
+            end += size
+    return found
+
+
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Split float32 values into a weight and a remainder, a piece at a time; all are dense."""
+    """Split float32 values into a weight and a remainder; all are dense."""
     if values.stride() != weight.stride():
         values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
-    pieces = (each.unsafe_split(_PIECE) for each in (flat(values), flat(weight).view(torch.int16), flat(remainder)))
-    for piece, half, rest in zip(*pieces, strict=True):
-        bits = piece.to(torch.float32, copy=True).view(torch.int32)
-        split_(bits, rest)
-        half.copy_(bits)
+    flat(remainder).copy_(flat(values).view(torch.int32))
+    for piece, half in zip(_pieces(flat(values)), _pieces(flat(weight)), strict=True):
+        round_half_away(piece, half)
 
 
 def _check_dense(weight: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ..basics.running import reads_without_sync
 from ..distributed.sharding import is_sharded, shard, sharded_as
-from .codecs.codec import BLOCK, Codec, tensor_rows
+from .arithmetic import Arithmetic, run_eagerly
+from .codecs.codec import BLOCK, Codec, Run, tensor_rows
 from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
@@ -24,10 +25,16 @@ _States = Sequence[dict[Any, Any]]
 
 
 class EncodedStates:
-    """The encoding of a session's optimizer states."""
+    """The encoding of a session's optimizer states.
+
+    Attributes:
+        codec: the encoding.
+        run: runs the arithmetic of steps.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        self.run = Arithmetic()
         self._tensors: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def size_of(self, numel: int) -> int:
@@ -38,7 +45,7 @@ class EncodedStates:
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
         """Decode several states; return codes by (id of the state, key): :meth:`encode` reuses their memory."""
-        return decode(states)
+        return decode(states, self.run)
 
     def encode(
         self,
@@ -66,11 +73,11 @@ class EncodedStates:
                     part, encoded = shard(value), codes.get((id(state), key))
                     # Two entries may have been one.
                     if encoded is None or id(encoded) in used or encoded.stride() != part.stride():
-                        encoded = EncodedState.of(part, self.codec)
+                        encoded = EncodedState.of(part, self.codec, self.run)
                     elif _is_faster_together(encoded):
                         together[id(encoded)] = encoded, part
                     else:
-                        encoded.write(part)
+                        encoded.write(part, self.run)
                     used.add(id(encoded))
                     made[id(value)] = encoded
                 if id(encoded) in together:
@@ -85,15 +92,15 @@ class EncodedStates:
         for indices in _groups([state for state, _ in written]):
             states, values = [written[index][0] for index in indices], [written[index][1] for index in indices]
             if len(states) == 1:
-                states[0].write(values[0])
+                states[0].write(values[0], self.run)
                 continue
             kind = rows_of(states), states[0].device
             if kind not in self._tensors:
                 self._tensors[kind] = tensor_rows(*kind)
-            write_together(states, values, self._tensors[kind])
+            write_together(states, values, self._tensors[kind], self.run)
 
 
-def decode(states: _States) -> dict[tuple[int, Any], EncodedState]:
+def decode(states: _States, run: Run = run_eagerly) -> dict[tuple[int, Any], EncodedState]:
     """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
     codes = {
         (id(state), key): encoded
@@ -105,7 +112,7 @@ def decode(states: _States) -> dict[tuple[int, Any], EncodedState]:
     numbers: dict[int, torch.Tensor] = {}
     for indices in _groups(distinct):
         group = [distinct[index] for index in indices]
-        values = decode_together(group) if len(group) > 1 else [each.decoded() for each in group]
+        values = decode_together(group, run) if len(group) > 1 else [each.decoded(run) for each in group]
         numbers.update(zip(map(id, group), values, strict=True))
     wrapped: dict[int, Any] = {}
     for state in states:

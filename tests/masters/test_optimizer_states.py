@@ -17,6 +17,7 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.masters.codecs.encoded import EncodedState
+from mpinit.masters.codecs.minifloat import Minifloat
 from mpinit.optimizer import params as optimizer_params
 
 pytestmark = pytest.mark.device
@@ -304,3 +305,33 @@ def test_each_weight_is_stepped_once_after_master_params(kind: str, encoding: st
     (expected, counted), (found, counts) = (trained_after(kind, encoding, make, asks) for asks in (False, True))
     assert counts == counted and set(counts) <= {3.0}
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("inputs", ["every second one is small", "one is large"])
+def test_weights_beside_large_gradients_are_trained(inputs: str) -> None:
+    """Gradients 1000 times as small as others of their block: second moments are 1,000,000 times as small."""
+    scale, small = torch.ones(256), torch.ones(256, dtype=torch.bool)
+    if inputs == "one is large":
+        scale[:], scale[7], small[7] = 0.03, 30.0, False
+        small[128:] = False  # another block
+    else:
+        scale[1::2], small[::2] = 1e-3, False
+    moved = []
+    for encoding in ("float32", "int8"):
+        torch.manual_seed(0)
+        model, target = nn.Linear(256, 64), torch.randn(64, 256)
+        before = model.weight.detach().clone()
+        optimizer = adam(model.parameters())
+        mpinit.initialize(model, optimizer, "O5", optimizer_state=encoding)
+        for _ in range(200):
+            x = torch.randn(32, 256)
+            iterate((model(x * scale) - x @ target.t()).square().mean(), optimizer)
+        moved.append((model.state_dict()["weight"] - before).abs()[:, small].mean().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+
+
+def test_pickled_codes_of_another_format_are_refused() -> None:
+    state = EncodedState.of(torch.rand(8192), Minifloat())
+    function, (*arguments, _) = state.__reduce_ex__(2)
+    with pytest.raises(ValueError, match=r"format 1.*save optimizer.state_dict\(\)"):
+        function(*arguments)

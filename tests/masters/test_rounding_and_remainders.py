@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpinit
-from mpinit.masters.law import join_, split_
+from mpinit.masters import law
 
 # bfloat16 has 8 significant bits, and float32's smallest exponent.
 BITS, SMALLEST = 8, -133
@@ -38,14 +38,14 @@ RULES = {"split": half_away, True: half_to_even}
 
 
 def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits, rest = values.clone().view(torch.int32), torch.empty(len(values), dtype=torch.int16)
-    split_(bits, rest)
-    return bits.to(torch.int16).view(torch.bfloat16), rest
+    weight = torch.empty(len(values), dtype=torch.bfloat16)
+    law.round_half_away(values, weight)
+    return weight, values.view(torch.int32).to(torch.int16)
 
 
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    values = weight.float()
-    join_(values, rest)
+    values = torch.empty(len(weight))
+    law.join(weight, rest.view(torch.bfloat16), values)
     return values
 
 

@@ -9,7 +9,8 @@ from typing import Final, final
 
 import torch
 
-from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
+from ..arithmetic import Sample, run_eagerly
+from .codec import BLOCK, Codec, Codes, Run, sample_noise, sample_numbers
 
 # The usual nan: adding to the bits of others would overflow into numbers.
 _NAN: Final = 0x7FC00000
@@ -35,18 +36,20 @@ class BFloat16(Codec):
     def empty(self, rows: int, device: torch.device) -> Codes:
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
-    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
-        """Add up to one unit in the last place, and cut off."""
-        bits, codes_of_bits = values.view(torch.int32), codes[0].view(torch.int16)
-        call_in_chunks(_round, bits, codes_of_bits, *noise_arguments(values, tensors))
+    def _encode(self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Run) -> None:
+        run(_round, values, noise, places, *codes)
 
-    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
+    def decode_(self, codes: Codes, values: torch.Tensor, run: Run = run_eagerly) -> None:
         values.copy_(codes[0])
 
+    def samples(self) -> list[Sample]:
+        values = sample_numbers()
+        return [(_round, [values, *sample_noise(), values.to(torch.bfloat16)], [3])]
 
-def _round(
-    bits: torch.Tensor, codes: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor
-) -> None:
-    assert bits.shape[1] == BLOCK
-    up = noise(bits, numbers, groups, places).bitwise_and_(0xFFFF).add_(bits)
-    codes.copy_(torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_right_shift_(16))
+
+def _round(values: torch.Tensor, noise: torch.Tensor, places: torch.Tensor, codes: torch.Tensor) -> None:
+    """Add up to one unit in the last place, and cut off."""
+    bits = values.view(torch.int32)
+    up = (places * noise).bitwise_and_(0xFFFF).add_(bits)
+    up = torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_and_(-0x10000)
+    codes.copy_(up.view(torch.float32))

@@ -1,15 +1,18 @@
 """The interface of encodings: blocks of float32 numbers to a few tensors of codes, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
 import torch
 
 from ...basics.running import is_faster_in_chunks
+from ..arithmetic import Sample, run_eagerly
 
 Codes = tuple[torch.Tensor, ...]
+# Calls a function with tensors, as torch's operations or compiled.
+Run = Callable[..., None]
 
 # Numbers that are encoded together, and a row of everything here: the last row of a tensor is filled up with zeros.
 BLOCK: Final = 128
@@ -33,35 +36,44 @@ class Codec(ABC):
     def empty(self, rows: int, device: torch.device) -> Codes:
         """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
-    @abstractmethod
-    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
+    def encode_(
+        self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None, run: Run = run_eagerly
+    ) -> None:
         """Write the codes of ``values``.
 
         Args:
             values: float32, (rows, BLOCK), contiguous.
             codes: the tensors to write to, with as many rows.
             tensors: the result of :func:`tensor_rows`; None for a single tensor. Default None.
+            run: calls functions of tensors. Default: as torch's operations.
         """
+        numbers, groups = _numbers_and_groups(values, tensors)
+        places = torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
+        for rows in _chunks(values):
+            noise = _noise_of_rows(values[rows].view(torch.int32), numbers[rows], groups[rows])
+            self._encode(values[rows], tuple(code[rows] for code in codes), noise, places, run)
 
     @abstractmethod
-    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
+    def _encode(self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Run) -> None:
+        """Write the codes of some rows; the noise of a number is that of its row (rows, 1) times its place (BLOCK)."""
+
+    @abstractmethod
+    def decode_(self, codes: Codes, values: torch.Tensor, run: Run = run_eagerly) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
 
+    @abstractmethod
+    def samples(self) -> list[Sample]:
+        """List the functions that ``run`` is called with, with arguments for a comparison of their results."""
 
-def call_in_chunks(function: Callable[..., None], *arguments: torch.Tensor) -> None:
-    """Call a function that writes into some of its arguments row by row; on a CPU for some rows at a time.
 
-    Args:
-        function: twenty operations on a large tensor would read and write memory twenty times.
-        *arguments: two-dimensional ones have equal numbers of rows; a one-dimensional one is the same for every row.
-    """
-    rows = arguments[0].shape[0]
-    if not is_faster_in_chunks(arguments[0].device):
-        function(*arguments)
-        return
+def _chunks(values: torch.Tensor) -> Iterator[slice]:
+    """Divide rows, on a CPU: twenty operations on a large tensor would read and write memory twenty times."""
+    rows = len(values)
     ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
+    if not is_faster_in_chunks(values.device):
+        ends = [rows]
     for begin, end in zip([0, *ends], ends, strict=False):
-        function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
+        yield slice(begin, end)
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
@@ -95,28 +107,25 @@ def tensor_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 
-def noise_arguments(
-    values: torch.Tensor, tensors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the arguments of :func:`noise` for a tensor (rows, BLOCK): rows' numbers and groups, and places in a row.
+def _numbers_and_groups(values: torch.Tensor, tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a number for each row, and the number of its group, each (rows, 1).
 
     A group is 32 rows; the last group also has the remaining rows. If the values are those of several tensors, numbers
     and groups begin anew with each: ``tensors`` is then made by :func:`tensor_rows`.
     """
     numbers = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
-    places = torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
     if tensors is None:
         groups = (numbers // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
-        return numbers * _ROW, groups, places
+        return numbers * _ROW, groups
     ends, *others = tensors
     which = torch.searchsorted(ends, numbers, right=True, out_int32=True)
     first, group, last = (line[which] for line in others)
     numbers = numbers - first
-    return numbers * _ROW, torch.minimum(numbers // _NEIGHBOURS, last).add_(group), places
+    return numbers * _ROW, torch.minimum(numbers // _NEIGHBOURS, last).add_(group)
 
 
-def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Compute the noise of float32 numbers viewed as int32, (rows, BLOCK), in whole groups of rows.
+def _noise_of_rows(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Compute the noise of rows, (rows, 1), from float32 numbers viewed as int32; there are whole groups of rows.
 
     The noise of an element is its place times a number of its row. So equal numbers in a row have different noise, and
     do not end in a fixed pattern.
@@ -125,4 +134,22 @@ def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, place
     sums = bits.sum(1, dtype=torch.int32)
     within = (groups - groups[0]).view(-1)
     shared = torch.zeros_like(sums).index_add_(0, within, sums)[within].view(-1, 1)
-    return places * shared.add_(numbers).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
+    return shared.add_(numbers).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
+
+
+def sample_numbers() -> torch.Tensor:
+    """Make float32 numbers of all kinds, in rows: of one sign and of two, of all sizes, with inf and nan."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(64, BLOCK, generator=generator, device="cpu")
+    rows[16:32] *= torch.randn(16, BLOCK, generator=generator, device="cpu").mul_(8).exp_()
+    rows[::2] **= 2
+    rows *= torch.logspace(-44, 37, 64, device="cpu").view(-1, 1)
+    rows[0], rows[1], rows[2], rows[3, ::2] = 0.0, -0.0, 1e-45, 0.0
+    rows[40, 3], rows[41, 5], rows[42, 7], rows[43] = torch.inf, torch.nan, -torch.inf, torch.nan
+    return rows
+
+
+def sample_noise() -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the noise of the rows of :func:`sample_numbers`, and the numbers of places."""
+    noise = torch.arange(64, dtype=torch.int32, device="cpu").view(-1, 1) * _STIR
+    return noise, torch.arange(1, BLOCK + 1, dtype=torch.int32, device="cpu")

@@ -9,8 +9,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ...basics.bulk import flat
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
-from .codec import BLOCK, Codec, Codes, in_rows
+from ..arithmetic import run_eagerly
+from .codec import BLOCK, Codec, Codes, Run, in_rows
 
+# The number of the meaning of pickled codes.
+_FORMAT: Final = 2
 _NO_MEMORY: Final = (
     "{} shares a tensor's memory, and an encoded state of an optimizer has codes there: pass a float32 copy "
     "(state['exp_avg'].clone())"
@@ -69,13 +72,13 @@ class EncodedState(_WithoutMemory):
         """Do nothing: ``__new__`` has set the attributes."""
 
     @classmethod
-    def of(cls, values: torch.Tensor, codec: Codec) -> "EncodedState":
+    def of(cls, values: torch.Tensor, codec: Codec, run: Run = run_eagerly) -> "EncodedState":
         """Encode float32 ``values``."""
         dense = values.detach()
         if torch.empty_like(dense, device="meta").stride() != dense.stride():
             dense = dense.contiguous()
         encoded = cls(codec, codec.empty(-(-dense.numel() // BLOCK), dense.device), dense)
-        encoded._encode(dense)
+        encoded._encode(dense, run)
         return encoded
 
     @property
@@ -97,25 +100,25 @@ class EncodedState(_WithoutMemory):
             )
         self.write(with_numbers(values))
 
-    def decoded(self) -> torch.Tensor:
+    def decoded(self, run: Run = run_eagerly) -> torch.Tensor:
         values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)
-        self.codec.decode_(self.codes, values)
+        self.codec.decode_(self.codes, values, run)
         return self.shaped(values)
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """View rows of decoded numbers in the shape and strides of this tensor."""
         return values.as_strided(self.size(), self.stride(), values.storage_offset())
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, values: torch.Tensor, run: Run = run_eagerly) -> None:
         """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
         dense = values.detach()
         if dense.stride() != self.stride() or dense.dtype != torch.float32:
             dense = torch.empty_strided(self.size(), self.stride(), device=self.device).copy_(dense)
         with InterruptsDelayed():
-            self._encode(dense)
+            self._encode(dense, run)
 
-    def _encode(self, dense: torch.Tensor) -> None:
-        self.codec.encode_(in_rows(flat(dense)), self.codes)
+    def _encode(self, dense: torch.Tensor, run: Run) -> None:
+        self.codec.encode_(in_rows(flat(dense)), self.codes, run=run)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -154,15 +157,15 @@ class EncodedState(_WithoutMemory):
         """Reduce to the codes, the shape and the strides, from which a float32 tensor is unpickled."""
         # Copied, because the codes may be views of a bucket's.
         codes = tuple(code.clone() for code in self.codes)
-        return _rebuilt, (self.codec, codes, tuple(self.size()), self.stride())
+        return _rebuilt, (self.codec, codes, tuple(self.size()), self.stride(), _FORMAT)
 
 
-def decode_together(states: Sequence[EncodedState]) -> list[torch.Tensor]:
+def decode_together(states: Sequence[EncodedState], run: Run = run_eagerly) -> list[torch.Tensor]:
     """Return the numbers of several states of one codec and device, in as many operations as those of one."""
     rows = rows_of(states)
     codes = tuple(map(torch.cat, zip(*(state.codes for state in states), strict=True)))
     values = torch.empty(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
-    states[0].codec.decode_(codes, values)
+    states[0].codec.decode_(codes, values, run)
     return [state.shaped(part) for state, part in zip(states, values.split_with_sizes(rows), strict=True)]
 
 
@@ -171,7 +174,9 @@ def rows_of(states: Sequence[EncodedState]) -> tuple[int, ...]:
     return tuple(len(state.codes[0]) for state in states)
 
 
-def write_together(states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor) -> None:
+def write_together(
+    states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor, run: Run = run_eagerly
+) -> None:
     """Encode other numbers of several states of one codec and device.
 
     Args:
@@ -185,7 +190,7 @@ def write_together(states: Sequence[EncodedState], values: Sequence[torch.Tensor
     torch._foreach_copy_(parts, flats)
     codec = states[0].codec
     made = codec.empty(sum(rows), together.device)
-    codec.encode_(together, made, tensors)
+    codec.encode_(together, made, tensors, run)
     with InterruptsDelayed():
         for own, new in zip(zip(*(state.codes for state in states), strict=True), made, strict=True):
             torch._foreach_copy_(list(own), list(new.split_with_sizes(rows)))
@@ -203,7 +208,14 @@ def with_numbers(value: Any) -> Any:
     return value if encoded is None else sharded_as(encoded.decoded(), value)
 
 
-def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def _rebuilt(
+    codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...], version: int = 1
+) -> torch.Tensor:
+    if version != _FORMAT and codec.name == "int8":
+        raise ValueError(
+            f"these optimizer states were pickled as int8 codes of format {version}, and this mpinit reads format "
+            f"{_FORMAT}: save optimizer.state_dict() with the mpinit that pickled them, which is float32 and loads here"
+        )
     return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta")).decoded()
 
 

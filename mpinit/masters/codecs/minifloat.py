@@ -1,10 +1,11 @@
 """State in 8 bits: a small floating-point code for each number, and one scale for each block.
 
 A block is 128 numbers with a scale of its own, as in "8-bit Optimizers via Block-wise Quantization" (Dettmers et al.,
-2022, arXiv:2110.02861). To encode a number, divide it by its scale and add 2. The code has the last 4 bits of the
-result's exponent and the first bits of its fraction. In a block with a negative number these are 3 bits and the sign
-(E4M3). In a block without one, such as of second moments, they are 4 bits (E4M4). There no number above 0 becomes 0,
-because updates are divided by its root.
+2022, arXiv:2110.02861). To encode a number, divide it by its scale and add 2. The code has the last bits of the
+result's exponent and the first 3 bits of its fraction. In a block with a negative number these are 4 bits of the
+exponent and the sign (E4M3). In a block without one, such as of second moments, they are 5 bits (E5M3): a step divides
+by their root, so beside numbers that are 1000 times as small as others there are second moments 1,000,000 times as
+small. There no number above 0 becomes 0.
 
 Numbers are rounded stochastically, see :mod:`.bfloat16`: noise is added to the bits that are cut off. Between two codes
 a float32 number is a linear function of its bits, so this is right on average.
@@ -14,29 +15,30 @@ from typing import Final, final
 
 import torch
 
-from .codec import BLOCK, Codec, Codes, call_in_chunks, noise, noise_arguments
+from ..arithmetic import Sample, run_eagerly
+from .codec import BLOCK, Codec, Codes, Run, sample_noise, sample_numbers
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
 _LEAST: Final = 2
 _LEAST_BITS: Final = 0x40000000
-# Bits that are cut off, of blocks without a sign and of those with one; the largest number over its scale. Whole
-# numbers, as torch.where would make the default type of others.
-_CUT_OFF: Final = (19, 20)
-_LARGEST: Final = (31 * 2**12 - _LEAST, 15 * 2**13 - _LEAST)
+# Bits that are cut off; the largest number over its scale, of blocks without a sign and of those with one.
+_CUT_OFF: Final = 20
+_LARGEST: Final = (15.0 * 2**29, 15.0 * 2**13 - _LEAST)
 _TINY: Final = torch.finfo(torch.float32).tiny
 # The last four of a scale's 24 bits are 0. So encoding the decoded numbers again computes the same scale.
 _SHORT: Final = 16
 # Noise keeps so far from both ends of what is cut off, so that errors in the last places lead to the same code.
 _MARGIN: Final = 64
+_KEPT: Final = 2**_CUT_OFF - 2 * _MARGIN
 
 
 @final
 class Minifloat(Codec):
     """``optimizer_state="int8"``: 1 byte a number and 4 for each block of 128.
 
-    The error is below 1/8 of a number and 2**-18 of its block's largest (1/16 and 2**-19 in blocks without negative
-    numbers); on average there is none, and the largest itself has none above 2**-19. A block with inf or nan comes back
-    as inf and nan throughout.
+    The error is below 1/8 of a number and 2**-18 of its block's largest (2**-34 in blocks without negative numbers); on
+    average there is none, and the largest itself has none above 2**-19. A block with inf or nan comes back as inf and
+    nan throughout.
 
     Example:
         >>> codec = Minifloat()
@@ -55,52 +57,71 @@ class Minifloat(Codec):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def encode_(self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None) -> None:
-        """Find each block's scale, and round."""
-        call_in_chunks(_encode, values, *codes, *noise_arguments(values, tensors))
+    def _encode(self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Run) -> None:
+        whole, scales = codes
+        inverses, ends = torch.empty_like(scales), torch.empty(len(scales), 2, dtype=torch.int32, device=scales.device)
+        run(_measure, values, scales, inverses, ends)
+        run(_round, values, inverses, ends, noise, places, whole)
 
-    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
-        """Put the bits that were cut off back as zeros, and scale."""
-        call_in_chunks(_decode, *codes, values)
+    def decode_(self, codes: Codes, values: torch.Tensor, run: Run = run_eagerly) -> None:
+        run(_decode, *codes, values)
+
+    def samples(self) -> list[Sample]:
+        values, (noise, places) = sample_numbers(), sample_noise()
+        codes, scales = self.empty(len(values), values.device)
+        inverses, ends = torch.empty_like(scales), torch.empty(len(values), 2, dtype=torch.int32, device="cpu")
+        _measure(values, scales, inverses, ends)
+        _round(values, inverses, ends, noise, places, codes)
+        return [
+            (_measure, [values, scales, inverses, ends], [1, 2, 3]),
+            (_round, [values, inverses, ends, noise, places, torch.empty_like(codes)], [5]),
+            (_decode, [codes, scales, torch.empty_like(values)], [2]),
+        ]
 
 
-def _encode(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    numbers: torch.Tensor,
-    groups: torch.Tensor,
-    places: torch.Tensor,
-) -> None:
-    assert values.shape[1] == BLOCK
-    bits, size = values.view(torch.int32), values.abs()
-    # Compare the bits, so that -0.0 is negative.
-    unsigned = bits.amin(1, keepdim=True) >= 0
-    exact = (size.amax(1, keepdim=True) / torch.where(unsigned, *_LARGEST)).clamp_(min=_TINY)
+# Two functions, because a compiler would compute what is the same for a row again for every few numbers of it.
+
+
+def _measure(values: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor, ends: torch.Tensor) -> None:
+    """Find each block's scale, its inverse, and the least code of a number above 0 with the bits set in each code."""
+    # The signs of -0.0 count, too. Of floating-point numbers, because compilers have slow minima of whole ones.
+    unsigned = torch.copysign(torch.ones_like(values), values).amin(1, keepdim=True) > 0
+    without_sign, with_sign = (values.new_full((), each) for each in _LARGEST)
+    largest = torch.where(unsigned, without_sign, with_sign)
+    exact = (values.abs().amax(1, keepdim=True) / largest).clamp_(min=_TINY)
     short = (exact.view(torch.int32) + _SHORT // 2).bitwise_and_(-_SHORT).view(torch.float32)
     finite = exact.isfinite()
     scale = torch.where(finite, short, exact)
-    torch.where(unsigned, -scale, scale, out=scales)
-    cut_off = torch.where(unsigned, *_CUT_OFF).to(torch.int32)
-    # 1 where there is no sign and the number is not 0.
-    least = torch.minimum(size.view(torch.int32), unsigned.to(torch.int32)).to(torch.uint8)
+    scales.copy_(torch.where(unsigned, -scale, scale))
+    inverses.copy_(scale.reciprocal())
+    ends.copy_(torch.cat([unsigned.to(torch.int32), finite.logical_not().to(torch.int32) * 255], 1))
+
+
+def _round(
+    values: torch.Tensor,
+    inverses: torch.Tensor,
+    ends: torch.Tensor,
+    noise: torch.Tensor,
+    places: torch.Tensor,
+    codes: torch.Tensor,
+) -> None:
+    """Round numbers over their scale."""
+    bits, size = values.view(torch.int32), values.abs()
     # In place where it can be: fresh memory costs more than what is done in it.
-    whole = size.mul_(scale.reciprocal_()).add_(_LEAST).view(torch.int32)
-    kept = torch.bitwise_left_shift(1, cut_off).sub_(2 * _MARGIN)
-    random = noise(bits, numbers, groups, places)
-    whole.add_(random.bitwise_and_(kept).bitwise_or_(_MARGIN)).bitwise_right_shift_(cut_off)
+    whole = (size * inverses).add_(_LEAST).view(torch.int32)
+    random = (places * noise).bitwise_and_(_KEPT).bitwise_or_(_MARGIN)
+    whole.add_(random).bitwise_right_shift_(_CUT_OFF)
     # A negative number has 255 - n, and a -0.0 a code of its own: without it a block might lose its sign.
-    whole.bitwise_xor_(torch.bitwise_right_shift(bits, 31, out=random))
-    torch.maximum(codes.copy_(whole), least, out=codes)
-    codes.masked_fill_(~finite, 255)
+    whole.bitwise_xor_(bits >> 31).bitwise_and_(255)
+    least = torch.minimum(size.view(torch.int32), ends[:, :1])
+    codes.copy_(torch.maximum(whole, least).bitwise_or_(ends[:, 1:]))
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
-    assert codes.shape[1] == BLOCK
-    unsigned = torch.signbit(scales)
+    """Put the bits that were cut off back as zeros, and scale."""
     whole = values.view(torch.int32).copy_(codes)
-    # All bits are 1 where the number is negative.
-    sign = torch.bitwise_left_shift(whole, torch.where(unsigned, 0, 24).to(torch.int32)).bitwise_right_shift_(31)
-    whole.bitwise_xor_(sign).bitwise_and_(255)
-    whole.bitwise_left_shift_(torch.where(unsigned, *_CUT_OFF).to(torch.int32)).add_(_LEAST_BITS)
+    # All bits are 1 where the number is negative: shifting left by 24 puts a code's first bit, its sign, in front.
+    sign = torch.bitwise_left_shift(whole, torch.where(torch.signbit(scales), 0, 24).to(torch.int32))
+    sign.bitwise_right_shift_(31)
+    whole.bitwise_xor_(sign).bitwise_and_(255).bitwise_left_shift_(_CUT_OFF).add_(_LEAST_BITS)
     values.sub_(_LEAST).mul_(scales.abs()).copysign_(sign.view(torch.float32))

@@ -1,0 +1,92 @@
+"""The arithmetic of split masters and encoded states: torch's operations, or one compiled function where users ask."""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+
+Function = Callable[..., None]
+# A function, the arguments of a call, and which of these it writes to.
+Sample = tuple[Function, Sequence[torch.Tensor], Sequence[int]]
+
+_NO_COMPILER: Final = (
+    "mpinit.compile_steps could not compile for {} ({}: {}): it needs what torch.compile needs, a C++ compiler for a "
+    "CPU and Triton for a GPU. Without compile_steps the steps have the same results"
+)
+_OTHER_BITS: Final = (
+    "mpinit.compile_steps compiled {!r} for {}, and its numbers differ from those of torch's operations, so it is not "
+    "used. Leave compile_steps out: the steps have the right results without it"
+)
+
+
+def run_eagerly(function: Function, *arguments: torch.Tensor) -> None:
+    """Run a function as torch's operations."""
+    function(*arguments)
+
+
+@final
+class Arithmetic:
+    """Runs functions that write into some of their arguments; compiled on the devices that were asked for.
+
+    Example:
+        >>> def double(values): values.mul_(2)
+        >>> run, values = Arithmetic(), torch.ones(2)
+        >>> run(double, values); values
+        tensor([2., 2.])
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[Function, torch.device], Function] = {}
+
+    def __call__(self, function: Function, *arguments: torch.Tensor) -> None:
+        if self._compiled:
+            function = self._compiled.get((function, arguments[0].device), function)
+        function(*arguments)
+
+    def is_compiled_on(self, device: torch.device) -> bool:
+        """Return whether functions are compiled for a device."""
+        return any(known == device for _, known in self._compiled)
+
+    def add(self, compiled: dict[tuple[Function, torch.device], Function]) -> None:
+        """Use compiled functions, results of :func:`compiled_for`, from now on."""
+        self._compiled |= compiled
+
+
+def compiled_for(device: torch.device, samples: Sequence[Sample]) -> dict[tuple[Function, torch.device], Function]:
+    """Compile functions for a device, and compare their results on samples, bit by bit.
+
+    Raises:
+        RuntimeError: there is no compiler, or results differ.
+    """
+    made: dict[tuple[Function, torch.device], Function] = {}
+    for function, arguments, written in samples:
+        eager, own = ([each.to(device, copy=True) for each in arguments] for _ in range(2))
+        with torch.no_grad():
+            function(*eager)
+            try:
+                compiled = _compiled(function)
+                compiled(*own)
+            except Exception as error:
+                said = str(error).strip().splitlines() or [""]
+                raise RuntimeError(_NO_COMPILER.format(device, type(error).__name__, said[0])) from error
+        if not all(_have_same_bits(eager[index], own[index]) for index in written):
+            raise RuntimeError(_OTHER_BITS.format(function.__name__, device))
+        made[function, device] = compiled
+    return made
+
+
+def _compiled(function: Any) -> Function:
+    # A code object of its own: torch counts recompilations of a code object, over all devices and sessions.
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    # Without this option inductor leaves out roundings to 16 bits, and on a GPU fuses products with sums.
+    return torch.compile(own, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+
+
+def _have_same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit; any nan equals any other."""
+    if expected.dtype.is_floating_point:
+        unlike = expected.isnan() != found.isnan()
+        bits = torch.int16 if expected.element_size() == 2 else torch.int32
+        return not bool(unlike.any() or ((expected.view(bits) != found.view(bits)) & ~expected.isnan()).any())
+    return torch.equal(expected, found)
