@@ -81,6 +81,86 @@ def test_functions_of_two_dtypes_promote(function: Any) -> None:
     assert torch.cat([torch.ones(2, dtype=HALF), torch.ones(2)]).dtype == FLOAT
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack, lambda parts: torch.cat(parts, dim=-1)])
+def test_joining_takes_the_widest_dtype_of_the_parts(join: Any) -> None:
+    amp.init()
+    half = [torch.ones(2, dtype=HALF) for _ in range(3)]
+    assert join(half).dtype == HALF
+    joined = join([*half, torch.full((2,), 2.0**20, requires_grad=True)])
+    assert joined.dtype == FLOAT and joined.max() == 2.0**20
+    joined.sum().backward()
+
+
+@pytest.mark.parametrize("dtypes", [(HALF, FLOAT), (FLOAT, HALF)])
+def test_functions_in_place_keep_the_dtype_of_the_target(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    amp.init()
+    target, other = (torch.ones(3, dtype=dtype) for dtype in dtypes)
+    assert target.add_(other).dtype == dtypes[0] and target.mul_(other).tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["exp_", "pow_", "reciprocal_"])
+def test_float32_functions_in_place_refuse_float16(name: str) -> None:
+    amp.init()
+    arguments = [2.0] if name == "pow_" else []
+    assert getattr(torch.ones(2), name)(*arguments).dtype == FLOAT
+    with pytest.raises(NotImplementedError):
+        getattr(torch.ones(2, dtype=HALF), name)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["relu", "clone", "reshape", "max_pool1d"])
+def test_other_functions_keep_the_dtype(name: str) -> None:
+    amp.init()
+    run: dict[str, Any] = {
+        "relu": F.relu,
+        "clone": torch.clone,
+        "reshape": lambda x: x.reshape(-1),
+        "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    }
+    for dtype in (HALF, FLOAT):
+        assert run[name](torch.ones(1, 2, 4, dtype=dtype)).dtype == dtype
+
+
+def test_decorated_functions_follow_the_handle() -> None:
+    half, wide, mixed = (
+        decorate(lambda *args: [arg.dtype for arg in args])
+        for decorate in (amp.half_function, amp.float_function, amp.promote_function)
+    )
+    x, y = torch.ones(2), torch.ones(2, dtype=HALF)
+    for active in (True, False, True):
+        handle = amp.init(enabled=active)
+        assert half(x, y) == ([HALF, HALF] if active else [FLOAT, HALF])
+        assert wide(x, y) == mixed(x, y) == ([FLOAT, FLOAT] if active else [FLOAT, HALF])
+        with handle._disable_casts():
+            assert half(x, y) == wide(x, y) == [FLOAT, HALF]
+        handle._deactivate()
+    assert half(x) == [FLOAT]
+
+
+def test_a_function_registered_to_promote() -> None:
+    from mpinit.autocast.installation import REGISTERED
+
+    known = list(REGISTERED)
+    amp.register_promote_function(torch, "lerp")
+    try:
+        amp.init()
+        assert torch.lerp(torch.zeros(2, dtype=HALF), torch.ones(2), 0.5).dtype == FLOAT
+    finally:
+        amp._amp_state.handle._deactivate()
+        REGISTERED[:] = known
+    with pytest.raises(RuntimeError):
+        torch.lerp(torch.zeros(2, dtype=HALF), torch.ones(2), 0.5)
+
+
+def test_rocm_names_run_in_bfloat16() -> None:
+    amp.init(patch_type=torch.bfloat16)
+    dtype_of = amp.bfloat16_function(lambda x: x.dtype)
+    assert dtype_of(torch.ones(2)) == (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert torch.exp(torch.ones(2, dtype=torch.bfloat16)).dtype == FLOAT
+    assert torch.cat([torch.ones(2, dtype=torch.bfloat16), torch.ones(2)]).dtype == FLOAT
+    with pytest.raises(NotImplementedError):
+        torch.ones(2, dtype=torch.bfloat16).exp_()
+
+
 def test_banned_functions_raise() -> None:
     amp.init()
     p = torch.full((4,), 0.5)
@@ -123,6 +203,35 @@ def test_recurrent_layers_run_in_float16(kind: Any) -> None:
     assert output.dtype == HALF
     output.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == FLOAT for p in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_packed_sequences_run_in_float16(dtype: torch.dtype) -> None:
+    layer = nn.RNN(4, 4, num_layers=2)
+    x = torch.randn(5, 3, 4, dtype=dtype).requires_grad_()
+    amp.init()
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2]))
+    output, _ = layer(packed, torch.zeros(2, 3, 4, dtype=dtype))
+    assert output.data.dtype == HALF
+    output.data.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype and x.grad[:2].any()
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_a_loop_of_a_cell_has_the_gradients_of_float32(kind: Any) -> None:
+    torch.manual_seed(0)
+    cell, inputs = kind(4, 4), torch.randn(6, 2, 4)
+
+    def gradients() -> list[Tensor]:
+        hidden = None
+        for x in inputs:
+            hidden = cell(x, hidden)
+        last = hidden[0] if kind is nn.LSTMCell else hidden
+        return list(torch.autograd.grad(last.float().square().sum(), list(cell.parameters())))
+
+    expected = gradients()
+    amp.init()
+    torch.testing.assert_close(gradients(), expected, rtol=2e-2, atol=5e-3)
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
@@ -262,7 +371,41 @@ def test_casts_can_be_switched_off() -> None:
             assert loss.item() == 4.0
     assert handle.is_active() and (x @ x).dtype == HALF
     with amp.disable_casts():
+        with amp.disable_casts():
+            assert (x @ x).dtype == FLOAT
         assert (x @ x).dtype == FLOAT
+    assert (x @ x).dtype == HALF
+    with pytest.raises(KeyError), handle._disable_casts():
+        raise KeyError
+    assert handle.is_active() and (x @ x).dtype == HALF
+
+
+def test_the_scale_grows_and_is_kept_between_iterations() -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    handle = amp.init()
+    for step in range(3):
+        with handle.scale_loss(loss_of(model, batches(1)[0]), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": step + 1}}
+    amp._amp_state.loss_scalers[0]._unskipped = 1999
+    optimizer.zero_grad()
+    with handle.scale_loss(loss_of(model, batches(1)[0]), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert mpinit.loss_scale(optimizer) == 2.0**17
+
+
+def test_each_loss_of_a_wrapped_optimizer_has_a_scale() -> None:
+    model = network()
+    wrapped = amp.init().wrap_optimizer(SGD(model.parameters(), lr=0.1), num_loss=3)
+    for k in range(3):
+        with wrapped.scale_loss(loss_of(model, batches(1)[0]) * (float("inf") if k == 1 else 1.0)) as scaled:
+            scaled.backward()
+    wrapped.step()
+    scales = [mpinit.loss_scale(wrapped, k) for k in range(3)]
+    assert scales == [2.0**16, 2.0**15, 2.0**16]
 
 
 def test_a_handle_that_is_not_enabled_does_nothing() -> None:

@@ -93,7 +93,7 @@ class AmpHandle:
 
     Args:
         loss_scale: "dynamic", or a number above 0.
-        enable_caching: whether the cast of a weight is used again within an iteration.
+        enable_caching: kept for scripts that read :attr:`has_cache`.
         verbose: kept for scripts that read it.
         allow_banned: True: functions that apex bans in 16 bits run in float32.
         patch_type: the 16-bit dtype of functions.
@@ -118,15 +118,11 @@ class AmpHandle:
         with ExitStack() as undone:
             if allow_banned:
                 undone.enter_context(_core.banned_in_float32())
-            if not enable_caching:
-                undone.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             # A session without parameters: it casts functions, and nothing else.
             casts = nn.Module()
             properties = {"loss_scale": 1.0, "patch_torch_functions_type": patch_type}
             _core.start(casts, None, "O1", properties, cast_policy="apex")
             undone.callback(mp.undo, casts)
-            if not enable_caching:
-                torch.set_autocast_cache_enabled(False)
             self._stack = undone.pop_all()
 
     def is_active(self) -> bool:
@@ -135,7 +131,7 @@ class AmpHandle:
 
     @property
     def has_cache(self) -> bool:
-        """Return whether casts of weights are cached."""
+        """Return what ``amp.init(enable_caching=...)`` was called with."""
         return self._enable_caching
 
     @property
@@ -292,7 +288,8 @@ def init(
     Args:
         enabled: False: return a handle that does nothing. Default True.
         loss_scale: "dynamic", or a number above 0. Default "dynamic".
-        enable_caching: whether the cast of a weight is used again within an iteration. Default True.
+        enable_caching: kept for scripts that read it. A weight is cast at each use, because it may change between two
+            uses without notice. In the forward of a model of ``amp.initialize`` it is cast once. Default True.
         verbose: kept for scripts that read it. Default False.
         allow_banned: True: functions that apex bans in 16 bits, ``binary_cross_entropy``, run in float32. Default
             False: they raise NotImplementedError with 16-bit arguments.
