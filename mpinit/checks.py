@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -21,10 +22,10 @@ from .config.plan import MasterWeightsMode, Plan
 from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .distributed.verdict import meshes_of
 from .model.entry_points import check_argument_names
-from .model.precision_loss import warn_about_small_eps, warn_about_target_networks
+from .model.precision_loss import check_values, warn_about_small_eps, warn_about_target_networks
 from .model.selection import Selection, select
 from .model.shared_memory import check_memory
-from .optimizer.members import parameters_of
+from .optimizer.members import parameters_of, trained_by
 from .optimizer.optimizers import check_optimizers
 
 # How many names a message lists where none is near.
@@ -106,13 +107,13 @@ def check(
     for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):
         if any(isinstance(entry, str) for entry in entries):
             _check_names_of_modules(index, keyword, entries)
-    if props.entry_points or props.keep_inputs:
-        check_argument_names(index, props.entry_points, props.keep_inputs)
     # Optimizers that were made before the model was sharded, or moved off the meta device by to_empty().
     replaced = replaced_since(index.parameters, parameters_of(optimizers))
     if replaced:
         raise ValueError(replaced)
     selection = select(index, plan)
+    if props.keep_inputs:
+        check_argument_names(index, selection.entry_points, props.keep_inputs)
     in_16_bit = [name for tensor, name in selection.came_in_16_bit.items() if isinstance(tensor, nn.Parameter)]
     if props.patch_torch_functions and in_16_bit:
         warn_user(
@@ -134,7 +135,9 @@ def check(
     if selection.changes:
         check_memory(index, selection.targets)
     check_optimizers(optimizers, plan)
-    return selection
+    trained = {*trained_by(optimizers), *(p for _, p in index.parameters if awaits and p.requires_grad)}
+    clamped = check_values(index, selection.targets, trained if plan.makes_masters else ())
+    return replace(selection, clamped=clamped)
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

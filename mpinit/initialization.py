@@ -10,17 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checks, registry
-from .basics.logs import log
 from .basics.patching import UndoStack, for_each, undo_dropped
-from .basics.tables import counted
 from .config.loss_scale import DynamicLossScale
 from .config.plan import CastPolicy, make_plan
 from .config.properties import KeptInputs, KeptModules
 from .config.reading import DEFAULT_LEVEL, NO_PROPERTIES, PROPERTIES, Config, check_names, resolve
 from .distributed.ddp import compare_disabled
 from .distributed.sharding import is_distributed
-from .model.selection import Selection
-from .optimizer.members import Members
 from .session import Session
 
 # One of them, or a list or tuple: objects are returned with the type that they were passed with.
@@ -172,14 +168,11 @@ def start(
     if enabled:
         plan = make_plan(props, cast_policy)
         selection = checks.check(model_list, optimizer_list, plan, await_optimizers, process_group)
-        session = Session(Members(level, model_list, optimizer_list), plan, await_optimizers, process_group)
+        session = Session(level, plan, await_optimizers, process_group)
         failed = UndoStack()
         try:
-            session.apply(selection, failed)
+            session.apply(selection, optimizer_list, failed)
             registry.add(session)
-            if session.verbosity > 0:
-                _announce(session, selection)
-            registry.enable([*model_list, *optimizer_list])
             session.begin()
         except BaseException:
             failed.unwind()
@@ -189,23 +182,6 @@ def start(
             compare_disabled(model_list, process_group)
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
-
-
-def _announce(session: Session, selection: Selection) -> None:
-    """Log in one line what was set up, and in another which weights were 16-bit already."""
-    words = ", ".join(f"{name}={value}" for name, value in session.view.settings().items())
-    rounded = len(session.casts.rounded())
-    if rounded:
-        words += f"; {counted(rounded, 'weight has', 'weights have')} no master, and undo gives the rounded numbers"
-    if selection.declared:
-        words += f"; float32, as the library lists them: {', '.join(selection.declared)}"
-    log.info("%s: %s", session.describe(), words)
-    names = [name for tensor, name in selection.came_in_16_bit.items() if isinstance(tensor, nn.Parameter)]
-    if names:
-        first = ", ".join(names[:3])
-        log.info(
-            "%s: %s had a 16-bit dtype already, first %s", session.describe(), counted(len(names), "weight"), first
-        )
 
 
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
@@ -252,7 +228,6 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
             undos.push(joined.add_optimizers(members))
     for joined in sessions:
         registry.add(joined)
-    registry.enable(listed)
     registry.disable([], off)
     return optimizers
 

@@ -22,9 +22,11 @@ disabled: WeakIdSet[Any] = WeakIdSet()
 
 def add(session: Session) -> None:
     """Register a session that is set up, until it is undone or freed."""
-    for owner in (*with_their_insides(session.models), *session.optimizers):
+    owners = [*with_their_insides(session.models), *session.optimizers]
+    for owner in owners:
         _owners[owner] = weakref.ref(session)
     _sessions.add(session)
+    enable(owners)
 
 
 def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -35,7 +37,7 @@ def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def disable(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     """Make every function a no-op for these objects."""
-    disabled.update([*with_their_insides(models), *optimizers])
+    disabled.update([*optimizers, *(part for model in models for part in wrappers.iter_unwrapped(model))])
 
 
 def enable(owners: Iterable[Any]) -> None:

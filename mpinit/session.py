@@ -18,8 +18,10 @@ from . import autocast
 from .autocast import encoder_fast_path
 from .autocast.thread_flags import thread_state
 from .basics.dtypes import is_lower_precision
+from .basics.logs import log
 from .basics.modules import Names, modules_of
 from .basics.patching import Undo, UndoStack, for_each
+from .basics.tables import counted
 from .basics.weak_references import weak_call
 from .config.plan import MasterWeightsMode, Plan
 from .distributed.sharding import gather_in, reshard
@@ -33,11 +35,10 @@ from .model import casting, copies, forward, state_dict
 from .model.selection import Selection
 from .model.writes import Writes
 from .optimizer.guard import StepGuard
-from .optimizer.members import Members, parameters_of, trained_by, with_wrapped
+from .optimizer.members import Members, cast_states, parameters_of, trained_by, widen_states, with_wrapped
 from .optimizer.optimizers import ManagedOptimizers, check_optimizers
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import Losses
-from .optimizer.state import cast_states, widen_state
 from .optimizer.step import Shared
 from .scaling.scaler import LossScaler
 from .session_view import SessionView
@@ -67,10 +68,10 @@ class Session:
         scalers, losses: a loss scaler for each ``loss_id``, and the scaling of losses by them.
     """
 
-    def __init__(self, members: Members, plan: Plan, awaits: bool, process_group: Any) -> None:
-        self.members, self.plan, self.properties = members, plan, plan.properties
-        self.models, self.optimizers = members.models, members.optimizers
-        self.number, self.opt_level = members.number, members.opt_level
+    def __init__(self, opt_level: str, plan: Plan, awaits: bool, process_group: Any) -> None:
+        self.opt_level, self.plan, self.properties = opt_level, plan, plan.properties
+        self.members = Members(opt_level)
+        self.models, self.optimizers, self.number = self.members.models, self.members.optimizers, self.members.number
         self.verbosity = plan.properties.verbosity
         self.is_live = False
         kind = SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters
@@ -82,72 +83,78 @@ class Session:
             LossScaler(plan.loss_scale, loss_id, plan.properties.skip_nonfinite)
             for loss_id in range(plan.properties.num_losses)
         ]
-        self.ranks = Ranks(members, self.masters, self.scalers, process_group)
+        self.ranks = Ranks(self.members, self.masters, self.scalers, process_group)
         shared = Shared(plan, self.masters, self.writes, self.ranks, _encoded_states(plan), self.scalers)
-        self.managed = ManagedOptimizers(members, shared, awaits)
+        self.managed = ManagedOptimizers(self.members, shared, awaits)
         self.losses = Losses(self.managed, self.scalers)
         # A proxy, because a reference back to the session would keep both from being freed.
         self.view = SessionView(weakref.proxy(self))
-        self._step_guard = StepGuard(self.masters, members, plan.makes_masters)
+        self._step_guard = StepGuard(self.masters, self.members, plan.makes_masters)
         self._undos = UndoStack()
         self._is_ending = False
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
-    def apply(self, selection: Selection, failed: UndoStack) -> None:
-        """Set everything up: masters, then casts, then hooks.
+    def apply(self, selection: Selection, optimizers: Sequence[Optimizer], failed: UndoStack) -> None:
+        """Set everything up: members and ranks, then masters, then casts, then hooks.
 
         Args:
-            selection: what the plan changes.
+            selection: what the plan changes in the models.
+            optimizers: the optimizers.
             failed: undoes everything that was done so far, newest first, if anything raises.
         """
-        plan, index, push = self.plan, selection.index, self._undos.push
-        optimizers, targets = list(self.optimizers), dict(selection.targets)
-        casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
-        if selection.changes or plan.masters is not MasterWeightsMode.NONE:
+        plan, push = self.plan, self._undos.push
+        index = selection.index
+        changes = selection.changes
+        if changes or plan.masters is not MasterWeightsMode.NONE:
             failed.push(_restore_states(optimizers))
         failed.push(self._undos.unwind)
         failed.push(partial(setattr, self, "is_live", False))
 
-        # Masters, of the weights that are trained, share the memory of the weights until these are cast.
-        push(self.masters.stop_watching)
-        push(weak_call(self._drop_masters))
+        # The models and optimizers. Ranks compare their settings, before anything is changed.
+        self.members.refer_to(index.models, optimizers)
+        settings = {name: _format(value) for name, value in self.properties if name != "verbosity"}
+        classes = [type(optimizer).__name__ for optimizer in optimizers]
+        settings |= {"enabled": "True", "opt_level": _format(self.opt_level), OPTIMIZERS: _format(classes)}
+        if not self.managed.awaits:
+            settings["the number of optimizers"] = str(len(classes))
         trained = trained_by(optimizers)
         if self.managed.awaits:
             trained = list(dict.fromkeys([*trained, *(p for _, p in index.parameters if p.requires_grad)]))
-        for weight in trained if plan.makes_masters else ():
-            self.masters.add(weight, targets.get(weight, weight.dtype))
-
-        # With master_weights="model" the parameters themselves are float32, and stay so after the undo.
+        # With master_weights="model" the parameters themselves become float32, and stay so after the undo.
         in_model = plan.masters is MasterWeightsMode.IN_MODEL
         widened = [weight for weight in trained if in_model and is_lower_precision(weight.dtype)]
+        self.ranks.watch([*changes, *widened], settings, self._undos)
+
+        # Masters, of the weights that are trained. They have the memory of the weights until these are cast.
+        push(self.masters.stop_watching)
+        push(weak_call(self._drop_masters))
+        targets = dict(selection.targets)
+        for weight in trained if plan.makes_masters else ():
+            self.masters.add(weight, targets.get(weight, weight.dtype))
+        mastered = {id(master.weight) for master in self.masters}
+        widen_states(optimizers, widened)
         targets |= dict.fromkeys(widened, torch.float32)
-        for optimizer in with_wrapped(optimizers) if widened else ():
-            for weight in widened:
-                widen_state(optimizer.state.get(weight))
 
         # Casts, and with them the state of weights without masters. The undo restores FSDP's policies first, then
-        # dtypes, and reads RNNs' and FSDP's weights again at last.
+        # dtypes; RNNs and FSDP read their weights again at last.
         push(self.casts.widen_later_tensors)
         push(partial(casting.rebuild_flat_weights_of, self.models))
         if selection.gathered:
             push(gather_in(index.names, selection.gathered))
-        if selection.changes or widened or len(self.masters) > 0:
-            mastered = {id(master.weight) for master in self.masters}
+        if changes or widened or mastered:
             dtypes = {p: (p.dtype, dtype) for p, dtype in targets.items() if id(p) not in mastered and p.dtype != dtype}
             cast_states(optimizers, self._without_masters_to_come(dtypes), self._undos)
             push(self.casts.undo)
-            self.casts.cast_models(index, targets, plan.model_dtype if casts_model else None, widened)
+            self.casts.cast_models(index, targets, selection.clamped, widened)
         self.members.tensor_ids = index.tensor_ids()
 
         # Hooks of models: forwards, copies, state dicts.
-        self.forwards = forward.patch_forwards(selection, plan, self, self.writes, self._undos)
-        if selection.kept and encoder_fast_path.is_bypassed(selection.kept, index.names):
-            known = weakref.ref(self)
-            encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
+        if changes:
+            self.writes.buffers.list_buffers(index.named_modules)
+        self.forwards = forward.patch_forwards(selection, plan, self.writes, self, self._undos)
         if selection.has_16_bit:
-            unchanged = frozenset(map(id, selection.came_in_16_bit))
-            self.copies = copies.Float32Copies(self.casts, unchanged)
+            self.copies = copies.Float32Copies(self.casts, frozenset(map(id, selection.came_in_16_bit)))
             for optimizer in optimizers:
                 copies.set_on_optimizer(optimizer, self.copies, self._undos)
         push(partial(copies.remove_all, self.models))
@@ -157,36 +164,39 @@ class Session:
             push(float32_state.remove)
             float32_state.install(index.names)
             hide_gradients(self.models, self._undos)
-        if selection.changes:
-            self.writes.buffers.list_buffers(index.named_modules)
 
-        # Hooks of torch's functions, of ranks and of optimizers.
+        # Hooks of torch's functions and of optimizers.
         if plan.properties.patch_torch_functions:
             push(autocast.apply(plan, owner=self))
             push(autocast.wrap(self.models))
-        self.ranks.watch([*selection.changes, *widened], self._settings_to_compare(), self._undos)
+        if selection.bypasses_kept:
+            known = weakref.ref(self)
+            encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         for optimizer in optimizers:
             self.managed.add(optimizer, self._undos, owner=self)
         if selection.has_16_bit or plan.skips:
             self._step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
 
+        if self.verbosity > 0:
+            words = ", ".join(f"{name}={value}" for name, value in self.view.settings().items())
+            rounded = len(self.casts.rounded())
+            if rounded:
+                words += (
+                    f"; {counted(rounded, 'weight has', 'weights have')} no master, and undo gives the rounded numbers"
+                )
+            if selection.declared:
+                words += f"; float32, as the library lists them: {', '.join(selection.declared)}"
+            log.info("%s: %s", self.describe(), words)
+            names = [name for tensor, name in selection.came_in_16_bit.items() if isinstance(tensor, nn.Parameter)]
+            if names:
+                count, first = counted(len(names), "weight"), ", ".join(names[:3])
+                log.info("%s: %s had a 16-bit dtype already, first %s", self.describe(), count, first)
+
     def begin(self) -> None:
         """Mark the session as live after its set-up, and drop the values that only a failed set-up would need."""
         self.is_live = True
         self.casts.finish()  # last, because the undo of an interrupted set-up needs the values that it drops
-
-    def _settings_to_compare(self) -> dict[str, str]:
-        """Return the settings that have to be the same on all ranks, as text."""
-        settings = {name: _format(value) for name, value in self.properties if name != "verbosity"}
-        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
-        return {
-            "enabled": "True",
-            "opt_level": _format(self.opt_level),
-            **settings,
-            **({} if self.managed.awaits else {"the number of optimizers": str(len(classes))}),
-            OPTIMIZERS: _format(classes),
-        }
 
     def _without_masters_to_come(self, casts: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out frozen parameters that get a master when they are unfrozen: their optimizer state stays float32."""

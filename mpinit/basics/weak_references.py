@@ -49,7 +49,23 @@ class WeakIdSet(MutableSet[Member]):
             self.discard(member)
 
 
-class WeakList(Sequence[Member]):
+class _Weak(Sequence[Member]):
+    """A sequence whose members are listed anew at each use."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> Member: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Member]: ...
+
+    def __getitem__(self, index: int | slice) -> Member | list[Member]:
+        return list(self)[index]
+
+
+class WeakList(_Weak[Member]):
     """Weak references to objects, in order; those that were freed are not listed."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
@@ -61,18 +77,6 @@ class WeakList(Sequence[Member]):
             if member is not None:
                 yield member
 
-    def __len__(self) -> int:
-        return sum(reference() is not None for reference in self._references)
-
-    @overload
-    def __getitem__(self, index: int) -> Member: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Member]: ...
-
-    def __getitem__(self, index: int | slice) -> Member | list[Member]:
-        return list(self)[index]
-
     def append(self, member: Member) -> None:
         """Add an object at the end."""
         self._references.append(weakref.ref(member))
@@ -82,25 +86,27 @@ class WeakList(Sequence[Member]):
         self._references = [each for each in self._references if each() is not None and each() is not member]
 
 
-class Models(Sequence[nn.Module]):
+class Models(_Weak[nn.Module]):
     """Weak references to models, in order.
 
     In the place of one that was freed are those of its parts that live on, the topmost ones: the children of a list of
     models that was made for the call of ``initialize``.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self) -> None:
         # For each model it and all modules below it, each with the position of the module that it was found in.
         self._trees: list[list[tuple[weakref.ref[nn.Module], int]]] = []
-        for model in models:
-            modules, parents, seen = [model], [-1], {id(model)}
-            for position, module in enumerate(modules):
-                for child in module._modules.values():
-                    if child is not None and id(child) not in seen:
-                        seen.add(id(child))
-                        modules.append(child)
-                        parents.append(position)
-            self._trees.append(list(zip(map(weakref.ref, modules), parents, strict=True)))
+
+    def append(self, model: nn.Module) -> None:
+        """Add a model at the end."""
+        modules, parents, seen = [model], [-1], {id(model)}
+        for position, module in enumerate(modules):
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+                    parents.append(position)
+        self._trees.append(list(zip(map(weakref.ref, modules), parents, strict=True)))
 
     def __iter__(self) -> Iterator[nn.Module]:
         for tree in self._trees:
@@ -115,18 +121,6 @@ class Models(Sequence[nn.Module]):
                 yield module
                 if position == 0:
                     break
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module]: ...
-
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
-        return list(self)[index]
 
 
 class OfModule:

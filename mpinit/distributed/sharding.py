@@ -114,6 +114,14 @@ def set_data(tensor: Any, values: Any) -> None:
         tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
 
 
+def replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Replace a tensor's data by data of another dtype, and cast its gradient, because torch requires equal dtypes."""
+    tensor.grad = None
+    set_data(tensor, values)
+    if gradient is not None:
+        tensor.grad = gradient.to(values.dtype)
+
+
 def groups_of_fsdp(modules: Collection[nn.Module]) -> list[Any]:
     """List the groups of parameters that FSDP gathers together."""
     groups: list[Any] = []

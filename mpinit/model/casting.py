@@ -1,21 +1,20 @@
 """Casts of parameters and buffers, their float32 numbers, and the undo of the casts."""
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision, may_overflow
-from ..basics.logs import warn_user
+from ..basics.dtypes import cast_within_range, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
-from ..distributed.sharding import local, rebuild_groups, set_data, sharded_as
+from ..distributed.sharding import local, rebuild_groups, replace_data, sharded_as
 from ..masters.law import restore_unchanged
 from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
-from .precision_loss import warn_about_precision_loss
+from .precision_loss import out_of_range
 from .selection import is_parameter
 
 
@@ -55,9 +54,8 @@ class Casts:
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
         self._widened: Sequence[torch.Tensor] = ()
-        # The 16-bit dtype of the models, and the tensors that had it before, weakly and by name: moving a model to a
-        # device replaces its buffers.
-        self._dtype: torch.dtype | None = None
+        # The tensors that were 16-bit before, weakly and by name: moving a model to a device replaces its buffers.
+        self._widens_later = False
         self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._names_before: set[str] = set()
 
@@ -66,7 +64,7 @@ class Casts:
         self,
         index: ModelIndex,
         targets: Mapping[torch.Tensor, torch.dtype],
-        dtype: torch.dtype | None,
+        clamped: Container[torch.Tensor] = (),
         widened: Sequence[torch.Tensor] = (),
     ) -> None:
         """Cast tensors one after another, with their gradients, and update the index.
@@ -76,33 +74,39 @@ class Casts:
         Args:
             index: the index of the models.
             targets: tensor -> the dtype that it gets.
-            dtype: the 16-bit dtype of tensors to be widened by the undo if they come into the models later; or None.
+            clamped: tensors without a master whose values overflow.
             widened: parameters that become float32 and stay so after the undo.
         """
         self._widened = widened
-        before = [(name, tensor) for name, tensor in (*index.parameters, *index.buffers) if tensor.dtype is dtype]
+        before = [pair for pair in (*index.parameters, *index.buffers) if is_lower_precision(pair[1].dtype)]
         self._names_before = {name for name, _ in before}
         self._before |= {tensor for _, tensor in before}
-        self._dtype = dtype
-        mastered: dict[torch.Tensor, torch.dtype] = {m.weight: targets.get(m.weight, m.dtype) for m in self.masters}
-        changed = {tensor: to for tensor, to in targets.items() if tensor not in mastered and tensor.dtype != to}
-        _check_range(index, mastered)
-        clamped = out_of_range(changed)
-        _warn_about_clamping(index, clamped)
-        warn_about_precision_loss(index, changed, but_for=clamped)
+        self._widens_later = any(map(is_lower_precision, targets.values()))
+        mastered = {id(master.weight) for master in self.masters}
         places = index.places_of_buffers()
-        for tensor, to in changed.items():
+        for tensor, to in targets.items():
+            if id(tensor) in mastered or tensor.dtype is to:
+                continue
             values = TENSOR_DETACH(tensor)
-            cast = cast_within_range(values, to) if tensor in clamped else values.to(to)
             if is_parameter(tensor):
-                self._set_parameter(tensor, values, cast)
+                if not values.is_meta:
+                    # On the host: the device may have no room for both.
+                    self._originals[tensor] = local(values).to("cpu")
+                if tensor.grad is not None:
+                    self._gradients[tensor] = tensor.grad
+                self._original_dtypes[tensor] = tensor.dtype
+                replace_data(tensor, _cast(values, to, tensor in clamped), tensor.grad)
             else:
-                self._set_buffer(tensor, cast, places.get(tensor, []))
-        index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
+                cast = _cast(values, to, tensor in clamped)
+                found = places.get(tensor, [])
+                self._buffers[cast] = _Buffer(tensor, cast, [(weakref.ref(module), name) for module, name in found])
+                for module, name in found:
+                    module._buffers[name] = cast
         # The undo of these is that of the masters.
         for master in self.masters:
-            self.masters.cast(master, mastered[master.weight])
+            self.masters.cast(master, targets.get(master.weight, master.dtype))
         rebuild_flat_weights(index.names)
+        index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
@@ -180,24 +184,15 @@ class Casts:
         """
         wide: dict[int, torch.Tensor] = {}
         for path, module in [named for model in self.masters.names.models for named in model.named_modules()]:
-            for name, tensor in own_tensors(module) if self._dtype is not None else ():
+            for name, tensor in own_tensors(module) if self._widens_later else ():
                 was_so = tensor in self._before or dotted(path, name) in self._names_before
-                if tensor.dtype is not self._dtype or was_so or self.masters.of(tensor) is not None:
+                if not is_lower_precision(tensor.dtype) or was_so or self.masters.of(tensor) is not None:
                     continue
                 if isinstance(tensor, nn.Parameter):
                     convert(tensor, torch.float32)
                 else:
                     # Modules that share a buffer share the float32 one.
                     module._buffers[name] = wide.setdefault(id(tensor), tensor.float())
-
-    def _set_parameter(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
-        if not values.is_meta:
-            # On the host: the device may have no room for both.
-            self._originals[parameter] = local(values).to("cpu")
-        if parameter.grad is not None:
-            self._gradients[parameter] = parameter.grad
-        self._original_dtypes[parameter] = parameter.dtype
-        _replace_data(parameter, cast, parameter.grad)
 
     def _restore_parameter(self, parameter: torch.Tensor) -> None:
         dtype = self._original_dtypes[parameter]
@@ -212,15 +207,10 @@ class Casts:
             values = TENSOR_DETACH(parameter).to(dtype)
             if original is not None:
                 values = sharded_as(original.to(local(values).device), parameter)
-            _replace_data(parameter, values, gradient)
+            replace_data(parameter, values, gradient)
         elif gradient is not None:
             parameter.grad = gradient.to(dtype)
         self._gradients.pop(parameter, None)
-
-    def _set_buffer(self, original: torch.Tensor, cast: torch.Tensor, places: list[tuple[nn.Module, str]]) -> None:
-        self._buffers[cast] = _Buffer(original, cast, [(weakref.ref(module), name) for module, name in places])
-        for module, name in places:
-            module._buffers[name] = cast
 
     def _restore_buffer(self, entry: _Buffer) -> None:
         for known, name in entry.places:
@@ -240,18 +230,14 @@ def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
     if weight.dtype != dtype:
         before, gradient = TENSOR_DATA.__get__(weight), weight.grad
         try:
-            _replace_data(weight, before.to(dtype), gradient)
+            replace_data(weight, before.to(dtype), gradient)
         except BaseException:
-            _replace_data(weight, before, gradient)
+            replace_data(weight, before, gradient)
             raise
 
 
-def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Replace a tensor's data by data of another dtype, and cast its gradient, because torch requires equal dtypes."""
-    tensor.grad = None
-    set_data(tensor, values)
-    if gradient is not None:
-        tensor.grad = gradient.to(values.dtype)
+def _cast(values: torch.Tensor, dtype: torch.dtype, clamps: bool) -> torch.Tensor:
+    return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
 def _with_original_bits(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
@@ -264,60 +250,6 @@ def _with_original_bits(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     here = original.detach().to(present.device)
     found = restore_unchanged(here, cast_within_range(here, present.dtype), present.detach())
     return original if found is here and original.device == present.device else found
-
-
-# -- values out of range ----------------------------------------------------------------------------------------------
-
-
-def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
-    """Find the tensors whose finite values overflow in the dtype that they are cast to."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
-    for tensor, dtype in targets.items():
-        types = tensor.dtype, dtype
-        if types not in narrows:
-            narrows[types] = may_overflow(*types)
-        if not narrows[types]:
-            continue
-        part = TENSOR_DETACH(tensor)  # not through a method of a subclass
-        if type(part) is not torch.Tensor:
-            part = local(part)
-        if part.numel() and not part.is_meta and part.layout is torch.strided:
-            groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
-    found = set()
-    for (_, _, dtype), members in groups.items():
-        limit = torch.finfo(dtype).max
-        # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
-        norms = torch._foreach_norm([part for _, part in members], float("inf"))
-        for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
-            if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
-                found.add(tensor)
-    return found
-
-
-def _check_range(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Refuse weights with masters whose finite values overflow in the dtype that they are cast to."""
-    found = out_of_range(targets)
-    if found:
-        names = index.named_by_model(found)
-        name = dtype_name(next(iter(targets[tensor] for tensor in found)))
-        raise ValueError(
-            f"{', '.join(names)} would be infinite in {name}, which has no numbers as large: add "
-            f"keep_fp32=[{', '.join(map(repr, names))}], or the modules that have them"
-            + (', or use opt_level="O5", whose bfloat16 has float32\'s range' if name == "float16" else "")
-        )
-
-
-def _warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) -> None:
-    """Warn once, naming all ``tensors`` whose values are about to be clamped."""
-    if not tensors:
-        return
-    names = index.named_by_model(tensors)
-    warn_user(
-        f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
-        "become that largest instead of infinite. Masters and buffers keep the full numbers for mpinit.undo. Where "
-        f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
-    )
 
 
 def rebuild_flat_weights(modules: Collection[nn.Module]) -> None:

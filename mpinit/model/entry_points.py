@@ -58,10 +58,10 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     return f"entry_points={name!r} names no method of {kinds}{hint}; pass names such as 'encode' or 'part.encode'"
 
 
-def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequence[Any]) -> None:
+def check_argument_names(index: ModelIndex, methods: Sequence[tuple[nn.Module, str]], patterns: Sequence[Any]) -> None:
     """Refuse names of arguments that no forward or entry point has, and warn of those that resemble others."""
     calls: list[Any] = [model.forward for model in index.models]
-    calls += [getattr(module, name) for module, name in entry_points(index.models, names)]
+    calls += [getattr(module, name) for module, name in methods]
     known = [ArgumentNames(call) for call in calls]
     there_are = list(dict.fromkeys(name for one in known for name in one.all))
     for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):

@@ -4,30 +4,41 @@ Patches are objects of classes, not closures: a copy of the module omits them (`
 """
 
 import inspect
+import re
 import types
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ..autocast.forward_casts import NO_CASTS, ForwardCasts
 from ..autocast.thread_flags import is_on, present_state, set_state
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
-from ..basics.weak_references import Models, OfModule
+from ..basics.weak_references import OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
 from .boundary import Boundary, caller_dtype, current_forward
-from .dtype_notes import add_note
-from .entry_points import ArgumentNames, entry_points
+from .entry_points import ArgumentNames
 from .forward_weights import ForwardWeights, WeightCasts
 from .input_values import warn_of_inputs
 from .selection import Selection, has_forward
 from .writes import Writes
+
+# Torch's and NumPy's words where dtypes do not match, or where a function has no 16-bit kernel.
+_DTYPES: Final = re.compile(r"\bd?types?\b|type promoting|ScalarType|\b(Complex)?Half\b|\bBFloat16\b", re.IGNORECASE)
+_NOTE: Final = (
+    "mpinit: forward of {} runs in {}. Where its own code needs float32 (a function without a 16-bit kernel, a tensor "
+    "that it makes itself), name that module in mpinit.initialize(keep_fp32=[...]), or use opt_level='O1' or 'O4', "
+    "which cast in functions. Where a method besides forward was called, name it in entry_points=[...], so that its "
+    "inputs and outputs are cast. Where an input is an object with tensors in it, mpinit.register_input its class. "
+    "Where a module was put into the model after mpinit.initialize, call .to({}) on it, and "
+    "optimizer.add_param_group."
+)
 
 
 class _Absent:
@@ -139,7 +150,11 @@ class PatchedForward(OfModule):
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except (RuntimeError, ValueError, TypeError) as error:
-            add_note(error, type(self.module).__name__, boundary.inner_dtype)
+            dtype = boundary.inner_dtype
+            is_of_dtypes = dtype is not None and is_lower_precision(dtype) and _DTYPES.search(str(error)) is not None
+            # One note for all forwards that the error comes through.
+            if is_of_dtypes and not any(note.startswith("mpinit: ") for note in getattr(error, "__notes__", ())):
+                error.add_note(_NOTE.format(type(self.module).__name__, dtype_name(dtype), dtype))
             raise
 
     def _with_weights(
@@ -224,26 +239,28 @@ def patched_forward(method: Any) -> PatchedForward | None:
     return owner if isinstance(owner, PatchedForward) else None
 
 
-class _RefuseScripting(OfModule):
-    """A module's ``__prepare_scriptable__``, which torch.jit.script calls first: it is refused."""
+_SCRIPTS: Final = (
+    "torch.jit.script compiles source, and would omit the casts around {0}.forward, which mpinit.initialize put there: "
+    "use torch.jit.trace or torch.export.export, which record them, or call mpinit.undo on the model first"
+)
+_REPLICATES: Final = (
+    "torch.nn.DataParallel makes copies of {0} in every forward, which mpinit.initialize does not follow where weights "
+    "are 16-bit: use DistributedDataParallel with a process for each device, opt_level='O1' or 'O4', or call "
+    "mpinit.undo on the model first"
+)
+
+
+class _Refuse(OfModule):
+    """A method of a module that is refused."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, module: nn.Module, text: str) -> None:
+        self._module = weakref.ref(module)
+        self.text = text
 
     def __call__(self) -> nn.Module:
-        raise RuntimeError(
-            f"torch.jit.script compiles source, and would omit the casts around {type(self.module).__name__}."
-            "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
-            "them, or call mpinit.undo on the model first"
-        )
-
-
-class _RefuseReplicas(OfModule):
-    """A module's ``_replicate_for_data_parallel``: DataParallel is refused, whose replicas would run other weights."""
-
-    def __call__(self) -> nn.Module:
-        raise RuntimeError(
-            f"torch.nn.DataParallel makes copies of {type(self.module).__name__} in every forward, which "
-            "mpinit.initialize does not follow where weights are 16-bit: use DistributedDataParallel with a process "
-            "for each device, opt_level='O1' or 'O4', or call mpinit.undo on the model first"
-        )
+        raise RuntimeError(self.text.format(type(self.module).__name__))
 
 
 class _Replicate(OfModule):
@@ -291,46 +308,38 @@ class _ReplicaForward:
             set_state(before)
 
 
-def patch_forwards(
-    selection: Selection,
-    plan: Plan,
-    owner: object,
-    writes: Writes | None,
-    undos: UndoStack,
-) -> Boundary:
+def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: object, undos: UndoStack) -> Boundary:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
+
+    Args:
+        selection: the modules.
+        plan: the dtypes.
+        writes: what is done about writes before a call from outside.
+        owner: an object that the patches keep alive.
+        undos: the undos of the call.
 
     Returns:
         The boundary of the modules that are cast.
     """
-    warns_of_inputs = plan.cast_model and is_lower_precision(plan.model_dtype) and plan.properties.verbosity > 0
+    casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
-
-    models = selection.index.models
-
-    def boundary(dtype: torch.dtype) -> Boundary:
-        made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
-        made.writes, made.warns_of_inputs = writes, warns_of_inputs
-        return made
-
-    kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
-    within = {module for name, module in selection.index.named_modules if name}
-    casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
-    casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
-    weight_casts = None
-    if casts_weights:
-        float32_modules = frozenset([*selection.float32_modules, *selection.computes])
-        weight_casts = WeightCasts(Models(models), plan.model_dtype, float32_modules, selection.float32_parameters)
-        undos.push(weight_casts.close)
-    computing = boundary(torch.float32)
+    kept, cast, computing = (
+        Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
+        for dtype in (torch.float32, plan.model_dtype, torch.float32)
+    )
     computing.cast_inputs, computing.casts = True, NO_CASTS
-    undos.push(computing.retire)
-    float32_casts = None
-    if casts_model and not casts_weights and selection.computes:
-        float32_casts = WeightCasts(Models(models), torch.float32, (), (), keeps=False)
-    undos.push(kept.retire)
-    undos.push(cast.retire)
+    for boundary in (kept, cast, computing):
+        boundary.writes = writes
+        boundary.warns_of_inputs = casts_model and plan.properties.verbosity > 0
+        undos.push(boundary.retire)
+    weight_casts = float32_casts = None
+    if plan.masters is MasterWeightsMode.IN_MODEL:
+        float32_modules = frozenset([*selection.float32_modules, *selection.computes])
+        weight_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, selection.float32_parameters)
+        undos.push(weight_casts.close)
+    elif casts_model and selection.computes:
+        float32_casts = WeightCasts(writes.models, torch.float32, (), (), keeps=False)
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
 
@@ -346,8 +355,9 @@ def patch_forwards(
         forward.owner = owner
         ours = {
             name: forward.run,
-            "_replicate_for_data_parallel": _RefuseReplicas(module) if casts_model else _Replicate(module),
-            "__prepare_scriptable__": _RefuseScripting(module),
+            # The first is called by DataParallel, the second by torch.jit.script.
+            "_replicate_for_data_parallel": _Refuse(module, _REPLICATES) if casts_model else _Replicate(module),
+            "__prepare_scriptable__": _Refuse(module, _SCRIPTS),
         }
         attributes = vars(module)
         before: dict[str, Any] = {}
@@ -358,23 +368,22 @@ def patch_forwards(
         patched.append((weakref.ref(module), references, before))
         attributes.update(ours)
 
-    computes = [module for module in selection.computes if has_forward(module) and module not in models]
-    for module in computes:
-        patch(module, False, "forward", is_part=True)
+    models = set(selection.index.models)
+    for module in selection.computes:
+        if has_forward(module) and module not in models:
+            patch(module, False, "forward", is_part=True)
     for module, dtype in selection.parts.items():
-        if module in selection.computes:
-            continue
-        patch(module, dtype is torch.float32, "forward", is_part=True)
-    names = plan.properties.entry_points
-    for module, name in entry_points(models, names) if names else ():
+        if module not in selection.computes:
+            patch(module, dtype is torch.float32, "forward", is_part=True)
+    for module, name in selection.entry_points:
         part = patched_forward(vars(module).get(name)) if name == "forward" and module in selection.parts else None
         if part is not None:
             part.cast_inside()
         else:
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
-    for model in models:
-        is_part = bool(selection.parts) and model in within
-        patch(model, model in selection.kept, "forward", is_part)
+    inside = {module for name, module in selection.index.named_modules if name}
+    for model in selection.index.models:
+        patch(model, model in selection.kept, "forward", is_part=bool(selection.parts) and model in inside)
     return cast
 
 

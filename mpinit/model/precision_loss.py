@@ -1,4 +1,4 @@
-"""Warnings before a cast to 16 bits damages tables and counters, and before target networks stop changing.
+"""Refusals and warnings before a cast to 16 bits damages numbers, and before target networks stop changing.
 
 Every number loses lower bits in a cast, and training tolerates that. Two kinds of numbers are exceptions, because
 computations with them enlarge the error:
@@ -11,14 +11,14 @@ computations with them enlarge the error:
 Running statistics, embeddings of positions, masks and normalising constants are not among them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, dotted
 from ..config.plan import KeepRule
@@ -34,9 +34,71 @@ _SMALLEST: Final = torch.finfo(torch.float16).smallest_normal * torch.finfo(torc
 _EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
 
 
-def warn_about_precision_loss(
-    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], but_for: Collection[torch.Tensor] = ()
-) -> None:
+def check_values(
+    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], mastered: Container[torch.Tensor]
+) -> set[torch.Tensor]:
+    """Refuse, or warn of, casts that damage numbers.
+
+    Args:
+        index: the index of the models.
+        targets: tensor -> the dtype that it is about to be cast to.
+        mastered: the weights that are going to have masters.
+
+    Returns:
+        The tensors without a master whose finite values overflow: they are clamped.
+
+    Raises:
+        ValueError: values of a weight with a master overflow.
+    """
+    changed = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
+    beyond = out_of_range(changed)
+    refused = [tensor for tensor in beyond if tensor in mastered]
+    if refused:
+        names, name = index.named_by_model(refused), dtype_name(targets[refused[0]])
+        raise ValueError(
+            f"{', '.join(names)} would be infinite in {name}, which has no numbers as large: add "
+            f"keep_fp32=[{', '.join(map(repr, names))}], or the modules that have them"
+            + (', or use opt_level="O5", whose bfloat16 has float32\'s range' if name == "float16" else "")
+        )
+    if beyond:
+        names = index.named_by_model(beyond)
+        warn_user(
+            f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
+            "become that largest instead of infinite. Masters and buffers keep the full numbers for mpinit.undo. Where "
+            f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
+        )
+    losing = {tensor: dtype for tensor, dtype in changed.items() if tensor not in beyond and tensor not in mastered}
+    _warn_about_precision_loss(index, losing)
+    return beyond
+
+
+def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
+    """Find the tensors whose finite values overflow in the dtype that they are cast to."""
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
+    for tensor, dtype in targets.items():
+        types = tensor.dtype, dtype
+        if types not in narrows:
+            narrows[types] = may_overflow(*types)
+        if not narrows[types]:
+            continue
+        part = TENSOR_DETACH(tensor)  # not through a method of a subclass
+        if type(part) is not torch.Tensor:
+            part = local(part)
+        if part.numel() and not part.is_meta and part.layout is torch.strided:
+            groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
+    found = set()
+    for (_, _, dtype), members in groups.items():
+        limit = torch.finfo(dtype).max
+        # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
+        norms = torch._foreach_norm([part for _, part in members], float("inf"))
+        for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
+            if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
+                found.add(tensor)
+    return found
+
+
+def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """Warn once about all tensors that their casts would damage, with the ``keep_fp32`` entry for each."""
     found: list[str] = []
     entries: list[str] = []
@@ -48,7 +110,7 @@ def warn_about_precision_loss(
             if parameter is not None and not parameter.requires_grad:
                 candidates.append((name, parameter))
         for name, tensor in candidates:
-            dtype = None if tensor is None or tensor in but_for else targets.get(tensor)
+            dtype = None if tensor is None else targets.get(tensor)
             reason = None if tensor is None or dtype is None else loss_of(tensor, dtype)
             if reason is not None:
                 full_name = dotted(module_name, name)

@@ -13,10 +13,12 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..autocast.encoder_fast_path import is_bypassed
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
 from ..config.plan import KeepRule, MasterWeightsMode, Plan
 from ..distributed.sharding import check_groups, gathered_dtypes
+from .entry_points import entry_points
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +38,12 @@ class Selection:
         computes: all modules that compute in float32 whatever their weights are stored in, with their submodules.
         gathered: FSDP2 parameter (a float32 shard) -> the 16-bit dtype of its all-gather.
         changes: the tensors whose dtype changes.
+        clamped: the tensors without a master whose finite values overflow in that dtype; set by the checks.
         came_in_16_bit: parameter or buffer that is 16-bit already -> its first dotted name.
         parts: submodules whose forward is patched -> the dtype that it computes in: those that have tensors of that
             dtype, and those in ``kept``. Empty if the plan makes no weight 16-bit.
+        entry_points: modules with the names of their methods that users call.
+        bypasses_kept: whether a fast path of torch computes without calling modules in ``kept``.
     """
 
     index: ModelIndex
@@ -53,6 +58,9 @@ class Selection:
     changes: Sequence[torch.Tensor]
     came_in_16_bit: Mapping[torch.Tensor, str]
     parts: Mapping[nn.Module, torch.dtype]
+    entry_points: Sequence[tuple[nn.Module, str]]
+    bypasses_kept: bool
+    clamped: Container[torch.Tensor] = ()
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:
@@ -104,6 +112,8 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
         came_in_16_bit=came_in_16_bit,
         parts=_parts(index, tops, float32_modules, plan),
+        entry_points=entry_points(index.models, plan.properties.entry_points),
+        bypasses_kept=bool(tops) and is_bypassed(tops, index.names),
     )
 
 

@@ -1,13 +1,18 @@
-"""The models and optimizers of a session, and the optimizers that an optimizer wraps."""
+"""The models and optimizers of a session, the optimizers that an optimizer wraps, and the state of weights in them."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..basics.dtypes import LOWER_PRECISION
 from ..basics.logs import warn_user
+from ..basics.patching import UndoStack
 from ..basics.tables import counted
 from ..basics.weak_references import Models, WeakList
 from ..distributed.sharding import is_sharded, model_parameters, replaced_since
@@ -24,10 +29,17 @@ class Members:
         tensor_ids: the ids of the models' parameters and buffers, after the casts.
     """
 
-    def __init__(self, opt_level: str, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, opt_level: str) -> None:
         self.number, self.opt_level = next(_numbers), opt_level
-        self.models, self.optimizers = Models(models), WeakList(optimizers)
+        self.models, self.optimizers = Models(), WeakList[Optimizer]()
         self.tensor_ids: frozenset[int] = frozenset()
+
+    def refer_to(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Add the models and optimizers of ``initialize``."""
+        for model in models:
+            self.models.append(model)
+        for optimizer in optimizers:
+            self.optimizers.append(optimizer)
 
     def describe(self) -> str:
         """Return one line that names the session: its number, level, models and optimizers."""
@@ -105,3 +117,73 @@ def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
         for item in items:
             if isinstance(item, Optimizer):
                 _collect(item, found)
+
+
+# -- the state of weights ----------------------------------------------------------------------------------------------
+
+# Entries of the states of torch's optimizers that are 0-dimensional whatever the parameter's shape: counters, and the
+# rates and products of ASGD and NAdam.
+_SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
+Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
+
+
+def cast_state(state: Any, shape: torch.Size, old: torch.dtype, new: torch.dtype, has_master: bool = True) -> Any:
+    """Cast the tensors of a parameter's state that have its dtype and shape; return the state.
+
+    Counters, tables of codes, factored statistics and tensors of another dtype are not cast.
+
+    Args:
+        state: the state of one parameter; nothing is cast if it is not a dict.
+        shape: the parameter's shape.
+        old, new: the parameter's dtype before and after.
+        has_master: whether the parameter has a master. If not, every tensor that is not 0-dimensional is cast, whatever
+            its shape, because the optimizer computes in the parameter's dtype. A state with 8-bit codes is never cast:
+            its kernels need the dtypes of its tables and scales.
+    """
+    if not isinstance(state, dict) or not old.is_floating_point:
+        return state
+    arrays = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    if any(value.dtype in (torch.uint8, torch.int8) for value in arrays):
+        return state
+    for key, value in state.items():
+        if key in _SCALARS or not isinstance(value, torch.Tensor) or value.dtype != old:
+            continue
+        if value.shape == shape or (not has_master and value.dim() > 0):
+            state[key] = value.to(new)
+    return state
+
+
+def widen_state(state: Any) -> None:
+    """Cast a parameter's 16-bit state to float32, because the parameter has got a float32 master."""
+    if not isinstance(state, dict):
+        return
+    values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if any(value.dtype in (torch.uint8, torch.int8) for value in values):
+        return  # codes, whose scales have dtypes of their own
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION:
+            state[key] = value.to(torch.float32)
+
+
+def widen_states(optimizers: Sequence[Optimizer], weights: Sequence[nn.Parameter]) -> None:
+    """Do the same for several weights that become float32 themselves; there is no undo."""
+    for optimizer in with_wrapped(optimizers) if weights else ():
+        for weight in weights:
+            widen_state(optimizer.state.get(weight))
+
+
+def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
+    """Cast the state of parameters that are cast without a master; the undo casts it back."""
+    for optimizer in with_wrapped(optimizers):
+        undos.push(functools.partial(_cast_back, weakref.ref(optimizer), casts))
+        for parameter, state in optimizer.state.items():
+            if parameter in casts:
+                cast_state(state, parameter.shape, *casts[parameter], has_master=False)
+
+
+def _cast_back(reference: weakref.ref[Optimizer], casts: Casts) -> None:
+    optimizer = reference()
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        if parameter in casts:
+            old, new = casts[parameter]
+            cast_state(state, parameter.shape, new, old, has_master=False)

@@ -15,9 +15,8 @@ from ..basics.wrappers import unwrapped
 from ..config.plan import Plan
 from ..masters.masters import IN_FLOAT32
 from .gradients import Gradients
-from .members import Members, parameters_of, wrapped_by
+from .members import Members, parameters_of, widen_state, wrapped_by
 from .per_parameter import steps_per_parameter
-from .state import widen_state
 from .step import FIXED_SCALE, ManagedOptimizer, Shared, patch
 
 _STEPS_COPIES: Final = (

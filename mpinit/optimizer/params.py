@@ -22,9 +22,8 @@ from ..masters.masters import IN_FLOAT32, Master, MasterBatch, Masters
 from ..masters.states import EncodedStates, states_of
 from ..model.casting import convert
 from ..torch_internals.fused_sgd import stepped_wrongly
-from .members import wrapped_by
+from .members import widen_state, wrapped_by
 from .per_parameter import StepNumbers, is_known, kept_states, steps_per_parameter
-from .state import widen_state
 
 # Float32 bytes of the bucket of parameters that a step of split masters or encoded states updates at a time.
 BUCKET_BYTES: Final = 64 * 2**20

@@ -19,6 +19,7 @@ import mpinit
 from mpinit.basics.modules import ModelIndex, Names
 from mpinit.masters.full import FullMasters
 from mpinit.model.casting import Casts as ModelCasts
+from mpinit.model.precision_loss import out_of_range
 
 LEVELS = ["O2", "O3", "O5"]
 LOWEST = torch.finfo(torch.float32).min
@@ -187,7 +188,7 @@ class Casts:
 def test_undo_interrupted_at_any_line_completes_if_called_again(finished: bool) -> None:
     def cast() -> Casts:
         case = Casts()
-        case.casts.cast_models(ModelIndex([case.model]), case.targets, None)
+        case.casts.cast_models(ModelIndex([case.model]), case.targets, out_of_range(case.targets))
         if finished:
             case.casts.finish()
             for name in ("weight", "frozen"):
