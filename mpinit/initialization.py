@@ -156,9 +156,9 @@ def start(
 ) -> Any:
     """Do what :func:`initialize` does. Only the apex face sets ``cast_policy``."""
     model_list = checks.as_list(models, nn.Module, "models")
-    if not model_list:
-        raise ValueError("models is an empty list: pass the modules to train")
     optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
+    if not (model_list or optimizer_list):  # a stage of a pipeline may have an optimizer alone
+        raise ValueError("models is an empty list: pass the modules to train")
     for name, value in (("enabled", enabled), ("await_optimizers", await_optimizers)):
         if not isinstance(value, bool):  # "False" of a command line would be true
             raise TypeError(f"{name} must be True or False, not {value!r}")
