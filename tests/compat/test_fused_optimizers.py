@@ -276,6 +276,25 @@ def test_a_checkpoint_of_apexs_own_adam_loads() -> None:
     assert optimizer.param_groups[0]["decoupled_weight_decay"], "adam_w_mode is not lost"
 
 
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedAdagrad])
+def test_a_checkpoint_in_apexs_form_goes_on(kind: Any) -> None:
+    """Load states as apex writes them: a step count per group, none of torch's options."""
+    params, copies = weights(), weights()
+    optimizer, resumed = kind(params, lr=0.1), kind(copies, lr=0.5)
+    for number, grads in enumerate(gradients()):
+        if number == 3:
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert saved["param_groups"][0]["step"] == 3
+            resumed.load_state_dict({"state": saved["state"], "param_groups": saved["param_groups"]})
+            for p, copied in zip(params, copies, strict=True):
+                copied.data.copy_(p.data)
+        for each, own in ((optimizer, params), (resumed, copies))[: 1 + (number >= 3)]:
+            for p, grad in zip(own, grads, strict=True):
+                p.grad = grad.clone()
+            each.step()
+    assert all(map(torch.equal, params, copies)) and resumed.param_groups[0]["lr"] == 0.1
+
+
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(RuntimeError, match="amsgrad"):
         FusedAdam(weights(), amsgrad=True)

@@ -25,6 +25,27 @@ PAGE = Path(mpinit.__file__).parents[1] / "docs" / "how-to" / "migrate.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```python\n(.*?)```", TEXT, re.DOTALL)
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]
+# Each public name of apex: whether it is there under the old name, and its counterparts.
+APEX = {row[0].strip("`"): row[1:] for row in ROWS if row[0].startswith("`apex.") and len(row) == 4}
+OTHERS = [row for row in ROWS if len(row) == 3]
+
+# The public names of NVIDIA's apex up to the removal of amp, and of ROCm's.
+NAMES = {
+    "amp": "_amp_state bfloat16_function disable_casts float_function half_function init initialize lists "
+    "load_state_dict master_params promote_function register_bfloat16_function register_float_function "
+    "register_half_function register_promote_function scale_loss state_dict",
+    "optimizers": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedSGD",
+    "parallel": "DistributedDataParallel LARC Reducer SyncBatchNorm convert_syncbn_model create_syncbn_process_group "
+    "multiproc",
+    "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "normalization.fused_layer_norm": "fused_layer_norm fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine "
+    "manual_rms_norm mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine",
+    "multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
+    "fp16_utils": "BN_convert_float DynamicLossScaler FP16Model FP16_Optimizer LossScaler clip_grad_norm "
+    "convert_module convert_network master_params_to_model_params model_grads_to_master_grads network_to_half "
+    "prep_param_lists to_python_float tofp16",
+}
+PACKAGES = ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 
 
 @pytest.fixture(autouse=True)
@@ -91,22 +112,46 @@ def resolve(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))
-def test_a_row_names_what_there_is(row: list[str]) -> None:
+def test_the_page_lists_every_public_name_once() -> None:
+    known = [f"apex.{package}.{name}" for package, names in NAMES.items() for name in names.split()]
+    known += [f"apex.{package}" for package in PACKAGES]
+    assert sorted(APEX) == sorted(known)
+    assert len(APEX) == sum(row[0].startswith("`apex.") and len(row) == 4 for row in ROWS)
     mpinit.install_as_apex()
-    old, new, note = row
-    for name in names_in(old):
-        if name not in MISSING:
-            resolve(name.replace("GradScaler", "torch.amp.GradScaler") if name.startswith("GradScaler") else name)
-    for name in [*names_in(new), *names_in(note)]:
+    for package in ("amp", "optimizers", "parallel", "normalization", "multi_tensor_apply", "fp16_utils"):
+        public = importlib.import_module(f"apex.{package}").__all__
+        assert {f"apex.{package}.{name}" for name in public} <= set(APEX)
+
+
+@pytest.mark.parametrize("name", APEX)
+def test_a_name_is_as_the_page_says(name: str) -> None:
+    mpinit.install_as_apex()
+    package, _, attribute = name.rpartition(".")
+    statement = f"from {package} import {attribute}"
+    status, new, note = APEX[name]
+    namespace: dict[str, Any] = {}
+    if status == "there":
+        exec(statement, namespace)
+        assert namespace[attribute] is getattr(importlib.import_module(package), attribute)
+    else:
+        assert status in ("refused", "missing")
+        assert (name in MISSING) == (status == "refused")
+        way_out = f"In its place, {re.escape(MISSING[name])}" if status == "refused" else "install NVIDIA apex"
+        with pytest.raises(ImportError, match=way_out):
+            exec(statement, namespace)
+    assert names_in(new) or status == "missing"
+    for word in (*names_in(new), *names_in(note)):
+        if word.split(".")[0] in ("mpinit", "torch"):
+            assert resolve(word) is not None
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row[0].strip("`"))
+def test_a_row_names_what_there_is(row: list[str]) -> None:
+    for name in names_in(row[0]):
+        resolve(f"torch.amp.{name}" if name.startswith("GradScaler") else name)
+    for name in [*names_in(row[1]), *names_in(row[2])]:
         if name.split(".")[0] in ("mpinit", "torch"):
             assert resolve(name) is not None
-
-
-def test_every_public_function_of_amp_has_a_row() -> None:
-    rows = {name for row in ROWS for name in names_in(row[0])}
-    amp = importlib.import_module("mpinit.compat.apex.amp")
-    assert {f"apex.amp.{name}" for name in amp.__all__} <= rows
 
 
 def test_links_lead_to_headings() -> None:
