@@ -63,6 +63,24 @@ def test_a_script_in_a_process_of_its_own_from_the_first() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_self_supervised_scripts_with_larc(level: str) -> None:
+    done = run(str(SCRIPTS / "self_supervised.py"), "--opt_level", level)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
+
+
+@pytest.mark.parametrize("script", ["language_model.py", "masters_by_hand.py"])
+def test_scripts_with_lamb_and_with_masters_by_hand(script: str) -> None:
+    done = run(str(SCRIPTS / script))
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
+def test_the_workflow_of_rocms_apex(level: str) -> None:
+    done = run(str(SCRIPTS / "rocm_checkpoint.py"), "--opt_level", level)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
+
+
 @pytest.mark.long
 def test_spawned_workers_find_apex_too() -> None:
     done = run(str(SCRIPTS / "spawning.py"), "--fp16", "-m", "x")
