@@ -96,13 +96,15 @@ def check(
     for model in models:
         _check_not_prepared(model)
     index = ModelIndex(models)
-    _check_not_scripted(index)
     if reshard(index.names):
         index.read_tensors()  # those before were the weights that FSDP had gathered
-    _check_not_wrapped(index, plan)
-    _check_not_lazy(index)
-    if plan.masters is MasterWeightsMode.IN_MODEL:
-        _check_not_fully_sharded(index)
+    _check_modules(index, plan)
+    for name, tensor in (*index.parameters, *index.buffers):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ValueError(
+                f"{name!r} is not initialised yet (a lazy module): run one forward pass on "
+                "example data first, make the optimizer, then call mpinit.initialize"
+            )
     _check_not_shared(index, plan)
     for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):
         if any(isinstance(entry, str) for entry in entries):
@@ -123,7 +125,7 @@ def check(
         )
     _check_belonging(index, optimizers, awaits)
     if plan.cast_model and plan.model_dtype is torch.float16:
-        warn_about_small_eps(index, plan.keeps)
+        warn_about_small_eps(index, selection.float32_modules)
     if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):
         warn_user(
             f"no parameter of {' and '.join(type(model).__name__ for model in models)} requires a gradient, so nothing "
@@ -172,7 +174,19 @@ def _check_not_prepared(model: nn.Module) -> None:
         )
 
 
-def _check_not_scripted(index: ModelIndex) -> None:
+_REDUCES: Final = "DistributedDataParallel"
+_FLATTENS: Final = "FullyShardedDataParallel"
+_WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
+
+
+def _check_modules(index: ModelIndex, plan: Plan) -> None:
+    """Refuse scripted modules, and wrappers that have recorded the parameters' dtypes, around a model or in it.
+
+    Parts in DataParallel are refused when it makes its replicas, which it does for several devices only.
+    """
+    casts = plan.cast_model and is_lower_precision(plan.model_dtype)
+    kinds = {type(module) for module in index.names}
+    wrappers = {k: next((b.__name__ for b in k.__mro__ if b.__name__ in _WRAPPERS), None) for k in kinds}
     for name, module in index.named_modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -180,15 +194,24 @@ def _check_not_scripted(index: ModelIndex) -> None:
                 "forward is compiled and cannot have casts put around it: call mpinit.initialize with the module that "
                 "it was made from in its place, and torch.jit.trace the model afterwards"
             )
-
-
-def _check_not_fully_sharded(index: ModelIndex) -> None:
-    for name, module in index.named_modules:
-        if is_managed_by_fsdp(module):
+        if plan.masters is MasterWeightsMode.IN_MODEL and is_managed_by_fsdp(module):
             raise ValueError(
                 f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
                 'modules inside forward, where master_weights="model" puts its casts. Use master_weights=True (O2, '
                 "O5), where FSDP2's own float32 shards are the masters"
+            )
+        wrapper = wrappers[type(module)]
+        if wrapper is None:
+            continue
+        # A module of torch.compile has the original as _orig_mod.
+        is_root = not name.replace("_orig_mod", "").strip(".")
+        what = f"the model{', inside torch.compile,' if name else ''}" if is_root else repr(name)
+        if wrapper == _FLATTENS:
+            raise ValueError(fsdp1_refusal(what))
+        if is_root or (wrapper == _REDUCES and casts):
+            raise ValueError(
+                f"{what} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
+                f"mpinit.initialize on the model inside first, and wrap what it returns in {wrapper} afterwards"
             )
 
 
@@ -211,16 +234,6 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
                 )
 
 
-def _check_not_lazy(index: ModelIndex) -> None:
-    for name, tensor in (*index.parameters, *index.buffers):
-        if isinstance(tensor, UninitializedTensorMixin):
-            model = next(m for m in index.models if any(tensor is own for _, own in ModelIndex([m]).named_tensors()))
-            raise ValueError(
-                f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass on "
-                "example data first, make the optimizer, then call mpinit.initialize"
-            )
-
-
 def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[Any]) -> None:
     modules = [name for name, _ in index.paths if name]
     keeps = keyword == "keep_fp32"
@@ -241,7 +254,7 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
     """Refuse optimizers over parameters of before the model was copied, but not over parameters of a loss."""
     own = {id(parameter) for _, parameter in index.parameters}
     shapes = {parameter.shape: name for name, parameter in reversed(index.parameters)}
-    stray = {o: value for o in optimizers if (value := [p for group in o.param_groups for p in group["params"]])}
+    stray = {o: value for o in optimizers if (value := parameters_of([o]))}
     for optimizer, value in list(stray.items()):
         if not own or any(id(parameter) in own for parameter in value):
             del stray[optimizer]
@@ -266,40 +279,6 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
             "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, pass the "
             "model's optimizer too, or await_optimizers=True if that comes later"
         )
-
-
-_REDUCES: Final = "DistributedDataParallel"
-_FLATTENS: Final = "FullyShardedDataParallel"
-_WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
-
-
-def _check_not_wrapped(index: ModelIndex, plan: Plan) -> None:
-    """Refuse wrappers that have recorded the parameters' dtypes, around a model or in it.
-
-    Parts in DataParallel are refused when it makes its replicas, which it does for several devices only.
-    """
-    casts = plan.cast_model and is_lower_precision(plan.model_dtype)
-    wrappers: dict[type[nn.Module], str | None] = {}
-    for name, module in index.named_modules:
-        if type(module) not in wrappers:
-            wrappers[type(module)] = _wrapper(type(module))
-        wrapper = wrappers[type(module)]
-        if wrapper is None:
-            continue
-        # A module of torch.compile has the original as _orig_mod.
-        is_root = not name.replace("_orig_mod", "").strip(".")
-        what = f"the model{', inside torch.compile,' if name else ''}" if is_root else repr(name)
-        if wrapper == _FLATTENS:
-            raise ValueError(fsdp1_refusal(what))
-        if is_root or (wrapper == _REDUCES and casts):
-            raise ValueError(
-                f"{what} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
-                f"mpinit.initialize on the model inside first, and wrap what it returns in {wrapper} afterwards"
-            )
-
-
-def _wrapper(kind: type[nn.Module]) -> str | None:
-    return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
 def _check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:

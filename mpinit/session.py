@@ -28,7 +28,7 @@ from .distributed.sharding import gather_in, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
-from .masters.masters import IN_FLOAT32, Master
+from .masters.masters import Master
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, copies, forward, state_dict
@@ -224,10 +224,7 @@ class Session:
         tries that part again.
         """
         if not self._is_ending:
-            if self.masters.are_in_model:
-                raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
-            for managed in self.managed:  # else their gradients would stay multiplied by the loss scale
-                managed.check_unscaled("mpinit.undo()", "move it after the with-block")
+            self.managed.check_idle("mpinit.undo()")
             is_o1 = self.properties.patch_torch_functions is True
             if is_o1 and thread_state.value.has_later_block():
                 raise RuntimeError(_IN_BLOCK)
@@ -265,6 +262,7 @@ class Session:
             The undo of the addition. It is valid only until anything else is done with the session.
         """
         self.managed.check_idle("mpinit.add_optimizers()")
+        self.masters.apply_writes()
         check_optimizers(optimizers, self.plan)
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()

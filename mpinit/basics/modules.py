@@ -1,6 +1,6 @@
 """Walks over the modules and tensors of models."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,60 +119,6 @@ class ModelIndex:
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """List every parameter and buffer under each of its dotted names, without the model's index."""
         return [(dotted(path, name), tensor) for path, module in self.paths for name, tensor in self.own[module]]
-
-    def named_by_model(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        """List the names of tensors, each once per model, with the model's index if there are several models.
-
-        In each model parameters are listed before buffers.
-        """
-        wanted = set(map(id, tensors))
-        found: list[tuple[dict[int, str], dict[int, str]]] = []
-        for module_name, module in self.named_modules:
-            if not module_name:
-                found.append(({}, {}))
-            tables: tuple[Mapping[str, torch.Tensor | None], ...] = module._parameters, module._buffers
-            for names, own in zip(found[-1], tables, strict=True):
-                for name, tensor in own.items():
-                    if id(tensor) in wanted:
-                        names.setdefault(id(tensor), dotted(module_name, name))
-        several = len(self.models) > 1
-        return [
-            f"models[{number}].{name}" if several else name
-            for number, (parameters, buffers) in enumerate(found)
-            for name in (*parameters.values(), *buffers.values())
-        ]
-
-    def parameters_by_model(self) -> list[list[nn.Parameter]]:
-        """List the parameters of each model, in the order of ``nn.Module.parameters``."""
-        found: list[dict[nn.Parameter, None]] = []
-        for name, module in self.named_modules:
-            if not name:
-                found.append({})
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found[-1][parameter] = None
-        return [list(parameters) for parameters in found]
-
-    def places_of_buffers(self) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
-        """Find every (module, name) of each buffer."""
-        places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
-        for module in self.names:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    places.setdefault(buffer, []).append((module, name))
-        return places
-
-    def replace_buffers(self, casts: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Update the index after casts have replaced buffers.
-
-        Args:
-            casts: buffer -> its replacement.
-        """
-        if casts:
-            self.buffers = [(name, casts.get(buffer, buffer)) for name, buffer in self.buffers]
-            self.own = {
-                module: [(name, casts.get(tensor, tensor)) for name, tensor in own] for module, own in self.own.items()
-            }
 
     def tensor_ids(self) -> frozenset[int]:
         """Return the ids of all parameters and buffers."""

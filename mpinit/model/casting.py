@@ -83,7 +83,11 @@ class Casts:
         self._before |= {tensor for _, tensor in before}
         self._widens_later = any(map(is_lower_precision, targets.values()))
         mastered = {id(master.weight) for master in self.masters}
-        places = index.places_of_buffers()
+        places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in index.names:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(buffer, []).append((module, name))
         for tensor, to in targets.items():
             if id(tensor) in mastered or tensor.dtype is to:
                 continue
@@ -106,7 +110,7 @@ class Casts:
         for master in self.masters:
             self.masters.cast(master, targets.get(master.weight, master.dtype))
         rebuild_flat_weights(index.names)
-        index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
+        index.read_tensors()  # the buffers are others
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""

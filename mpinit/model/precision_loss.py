@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
-from ..basics.modules import ModelIndex, dotted
-from ..config.plan import KeepRule
+from ..basics.modules import ModelIndex, Names, dotted
 from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
@@ -54,25 +53,26 @@ def check_values(
     beyond = out_of_range(changed)
     refused = [tensor for tensor in beyond if tensor in mastered]
     if refused:
-        names, name = index.named_by_model(refused), dtype_name(targets[refused[0]])
+        names, name = Names(index.models).of_all(refused), dtype_name(targets[refused[0]])
         raise ValueError(
             f"{', '.join(names)} would be infinite in {name}, which has no numbers as large: add "
             f"keep_fp32=[{', '.join(map(repr, names))}], or the modules that have them"
             + (', or use opt_level="O5", whose bfloat16 has float32\'s range' if name == "float16" else "")
         )
     if beyond:
-        names = index.named_by_model(beyond)
+        names = Names(index.models).of_all(beyond)
         warn_user(
             f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
             "become that largest instead of infinite. Masters and buffers keep the full numbers for mpinit.undo. Where "
             f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
         )
-    losing = {tensor: dtype for tensor, dtype in changed.items() if tensor not in beyond and tensor not in mastered}
+    clamped = set(beyond)
+    losing = {tensor: dtype for tensor, dtype in changed.items() if tensor not in clamped and tensor not in mastered}
     _warn_about_precision_loss(index, losing)
-    return beyond
+    return clamped
 
 
-def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
+def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
     """Find the tensors whose finite values overflow in the dtype that they are cast to."""
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
@@ -95,7 +95,7 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
         for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
             if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
                 found.add(tensor)
-    return found
+    return [tensor for tensor in targets if tensor in found] if found else []
 
 
 def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
@@ -149,22 +149,12 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _is_kept(index: ModelIndex, keeps: KeepRule, module: nn.Module) -> bool:
-    """Return whether a module or one that it is a part of stays float32."""
-    part: nn.Module | None = module
-    while part is not None:
-        if keeps.keeps(index.names[part], part):
-            return True
-        part = index.first_parents[part]
-    return False
-
-
-def warn_about_small_eps(index: ModelIndex, keeps: KeepRule) -> None:
+def warn_about_small_eps(index: ModelIndex, float32_modules: Container[nn.Module]) -> None:
     """Warn once of norms whose eps is 0 in float16, so that a row of zeros is divided by 0."""
     found = {
         name: eps
         for name, module in index.named_modules
-        if (eps := _small_eps(module)) is not None and name and not _is_kept(index, keeps, module)
+        if (eps := _small_eps(module)) is not None and name and module not in float32_modules
     }
     if found:
         listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
@@ -188,7 +178,7 @@ def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer
     Such a target network follows the other by small updates by hand, which 16-bit weights without masters round away.
     """
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    by_model = index.parameters_by_model()
+    by_model = [list(model.parameters()) for model in index.models]
     kinds = [(type(model), [p.shape for p in own]) for model, own in zip(index.models, by_model, strict=True)]
     is_trained = [any(id(p) in trained for p in own) for own in by_model]
     for number, kind in enumerate(kinds):

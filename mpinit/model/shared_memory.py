@@ -1,6 +1,6 @@
 """Memory that a parameter or buffer shares with other tensors; a cast would silently separate them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -112,16 +112,3 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory; 0 if it has none that could be shared."""
     part = local(tensor)
     return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0
-
-
-def same_view(
-    view: torch.Tensor, owner: torch.Tensor, float32_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """View the float32 tensor of ``owner`` as ``view``, a 16-bit tensor in the same memory, views that."""
-    values = float32_of(owner, owner)
-    if view.shape == owner.shape and view.stride() == owner.stride():
-        return values
-    if values.stride() != owner.stride() or values.layout is not torch.strided:
-        return view.float()
-    offset = view.storage_offset() - owner.storage_offset() + values.storage_offset()
-    return values.as_strided(view.size(), view.stride(), offset)

@@ -19,7 +19,7 @@ from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
 from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded, local, sharded_as
-from ..masters.law import is_rounding, meaning
+from ..masters.law import meaning
 from . import copies
 from .casting import Casts
 from .forward_weights import ACTIVE_CASTS, parameter_of
@@ -219,14 +219,10 @@ def _with_later_writes(tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tens
     A hook, or the module's own ``_load_from_state_dict``, may have written to the tensor after torch had copied
     ``loaded`` to it.
     """
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided:
         return loaded
-    wide = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(loaded)
-    present, values = local(tensor), local(wide)
-    # A sharded value is not compared: ranks would differ in whether they redistribute it.
-    if not is_sharded(tensor) and bool(is_rounding(present, values).all()):
-        return loaded
-    return sharded_as(meaning(present, values), tensor)
+    values = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(loaded)
+    return sharded_as(meaning(local(tensor), local(values)), tensor)
 
 
 def _is_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -128,10 +128,8 @@ class ManagedOptimizers:
 
     def check_idle(self, what: str) -> None:
         """Refuse to do ``what`` during a backward pass or a step, or while weights are float32."""
-        masters = self.shared.masters
-        if masters.are_in_model:
+        if self.shared.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
-        masters.apply_writes()
         for managed in self:
             if managed.params.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")

@@ -423,7 +423,8 @@ def creates_state_only(optimizer: Optimizer) -> bool:
 
 
 def _is_zero(rate: Any) -> bool:
-    return not (isinstance(rate, torch.Tensor) and not reads_without_sync(rate.device)) and bool(rate == 0)
+    # Torch's checkpoints set a number, or a tensor on the CPU.
+    return rate.is_cpu and bool(rate == 0) if isinstance(rate, torch.Tensor) else bool(rate == 0)
 
 
 # -- its patched methods ----------------------------------------------------------------------------------------------

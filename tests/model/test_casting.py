@@ -188,7 +188,7 @@ class Casts:
 def test_undo_interrupted_at_any_line_completes_if_called_again(finished: bool) -> None:
     def cast() -> Casts:
         case = Casts()
-        case.casts.cast_models(ModelIndex([case.model]), case.targets, out_of_range(case.targets))
+        case.casts.cast_models(ModelIndex([case.model]), case.targets, set(out_of_range(case.targets)))
         if finished:
             case.casts.finish()
             for name in ("weight", "frozen"):

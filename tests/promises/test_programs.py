@@ -141,7 +141,7 @@ class Program:
         name = self.random.choice("abc")
         weight = getattr(self.model, name)
         values = weight.detach().clone()
-        # A step may or may not renew the remainder of a frozen split weight, and it shows where a 0 was written between.
+        # A step may or may not renew the remainder of a frozen split weight: it shows where a 0 was written between.
         other = 0.5 if self.store == "split" else 0.0
         values[self.random.randrange(3)] = self.random.choice((other, 0.3, -1.7, 3e-5))
         return name, weight, values

@@ -92,7 +92,7 @@ def test_a_whole_checkpoint_is_answered_with_its_entry() -> None:
 def test_undo_twice_says_that_once_is_enough() -> None:
     model, optimizer = pair()
     mpinit.undo(model)
-    with pytest.raises(ValueError, match="one undo is enough for all that was initialised in the same call"):
+    with pytest.raises(ValueError, match=r"one undo\(\) reverts a whole initialize\(\) call"):
         mpinit.undo(optimizer)
 
 
