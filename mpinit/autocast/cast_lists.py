@@ -144,6 +144,15 @@ _UPSAMPLE: Final = (
     "N:_upsample_bilinear2d_aa N:upsample_trilinear3d N:upsample_bicubic2d N:_upsample_bicubic2d_aa"
 )
 
+LOSS_ROWS: Final = (
+    _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
+    _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),
+    *_losses("N", "l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss"),
+    *_losses("N", "multilabel_margin_loss"),
+    *_losses("t", "poisson_nll_loss triplet_margin_loss kl_div cosine_embedding_loss hinge_embedding_loss"),
+    *_losses("t", "margin_ranking_loss binary_cross_entropy_with_logits"),
+)
+
 _FP32_ROWS: Final = (
     _fp32("acos", "tT:acos tT:arccos"),
     _fp32("asin", "tT:asin tT:arcsin"),
@@ -170,12 +179,7 @@ _FP32_ROWS: Final = (
     # The wrapper for the CPU switches the casts of all devices off, so every device needs one.
     _fp32("cosine_similarity", "tF:cosine_similarity", native=_NOWHERE, casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
-    _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
-    _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),
-    *_losses("N", "l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss"),
-    *_losses("N", "multilabel_margin_loss"),
-    *_losses("t", "poisson_nll_loss triplet_margin_loss kl_div cosine_embedding_loss hinge_embedding_loss"),
-    *_losses("t", "margin_ranking_loss binary_cross_entropy_with_logits"),
+    *LOSS_ROWS,
 )
 
 _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack t:column_stack"
@@ -193,7 +197,7 @@ _PROMOTE_ROWS: Final = (
     _promote("stack", "t:stack", native=_EVERYWHERE),
 )
 
-_BANNED_ROW: Final = _row(
+BANNED_ROW: Final = _row(
     Cast.BANNED, "binary_cross_entropy", "N:binary_cross_entropy", "F:binary_cross_entropy", _NOWHERE, casts_off=True
 )
 
@@ -228,7 +232,7 @@ _APEX_ROWS: Final = (
 )
 
 
-TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, _BANNED_ROW)
+TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, BANNED_ROW)
 APEX_POLICY: Final = tuple({row.name: row for row in (*TORCH_POLICY, *_APEX_ROWS)}.values())
 
 

@@ -35,7 +35,7 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
         wrapped = outer
     for device in devices if row.cast is Cast.BANNED else ():
         wrapped = _banned(row.name, wrapped, device)
-    return _renamed(wrapped, original, name) if devices else wrapped
+    return renamed(wrapped, original, name) if devices else wrapped
 
 
 def _traceable_method(original: Function, name: str) -> Function:
@@ -54,7 +54,7 @@ def _traceable_method(original: Function, name: str) -> Function:
     return call
 
 
-def _renamed(function: Function, original: Function, name: str) -> Function:
+def renamed(function: Function, original: Function, name: str) -> Function:
     """Set the name of a wrapper to ``name``.
 
     pickle finds a function by its ``__module__`` and ``__qualname__``. A builtin's own may name a C module, where the

@@ -32,7 +32,7 @@ class ForwardCasts:
     after an exception, the state is restored.
 
     Without a dtype, the model's forward has no casts. Casts of other sessions are off inside. Casts of the user's own
-    ``torch.autocast`` block stay on.
+    ``torch.autocast`` block stay on; ``is_16_bit``, where weights are, warns of that once.
 
     With a dtype, on entering, for each device present:
 
@@ -47,10 +47,11 @@ class ForwardCasts:
     forward may be traced.
     """
 
-    __slots__ = ("dtype", "has_trained")
+    __slots__ = ("dtype", "has_trained", "is_16_bit")
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, is_16_bit: bool = False) -> None:
         self.dtype = dtype
+        self.is_16_bit = is_16_bit
         self.has_trained = False
 
     def __enter__(self) -> None:
@@ -60,6 +61,13 @@ class ForwardCasts:
             depth = open_autocast_blocks()
             thread.forwards.append((state, depth, depth))
             set_state(_without_sessions(thread, state, depth))
+            if self.is_16_bit and not self.has_trained and is_on():
+                self.has_trained = True
+                try:
+                    warn_user(_TWO_KINDS)
+                except Warning:
+                    self.__exit__()
+                    raise
             return
         depth = torch.autocast_increment_nesting()
         is_in_backward = current_pass() != -1
@@ -113,6 +121,12 @@ def _warn_of_block() -> None:
         "mpinit.disable_casts()"
     )
 
+
+_TWO_KINDS: Final = (
+    "this forward of a model with 16-bit weights runs inside of a torch.autocast block, which casts again: softmax, "
+    "norms and sums to float32, and what keep_fp32 keeps in float32 to 16 bits. Remove the block, or use "
+    "opt_level='O4' (bfloat16) or 'O1' (float16), whose weights are float32 and whose casts are those of the block"
+)
 
 NO_CASTS: Final = ForwardCasts(None)
 

@@ -17,10 +17,13 @@ from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_drop
 from ..config.plan import Plan
 from . import cpu_autocast_list, encoder_fast_path
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
-from .casters import user_wrapper, wrapper
+from .casters import renamed, user_wrapper, wrapper
+from .float32_sums import FLOAT32_SUMS
 from .thread_flags import ThreadCasts, call_without_casts, device_types, is_on
 
 _MARK: Final = "+mpinit"
+# What a session with 16-bit weights and without O1's casts needs.
+_SUMS_ONLY: Final = "sums"
 
 # torch.autograd.backward and .grad both call _engine_run_backward, however they were imported. Versions without it
 # have the two functions themselves patched.
@@ -43,14 +46,14 @@ ORIGINALS: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionar
 
 
 class Installation:
-    """The live sessions of O1, and the wrappers in torch's namespaces that they need."""
+    """The live sessions of O1 and with 16-bit weights, and the wrappers in torch's namespaces that they need."""
 
     def __init__(self) -> None:
         # Acquired with Ctrl-C delayed: a KeyboardInterrupt before the release would block all other threads.
         self._lock = threading.RLock()
-        # A token for each session -> whether its policy is apex's.
-        self._sessions: dict[object, bool] = {}
-        self._installed: bool | None = None
+        # A token for each session -> the cast policy of its functions, or _SUMS_ONLY.
+        self._sessions: dict[object, str] = {}
+        self._installed: frozenset[str] = frozenset()
         self._undos = UndoStack()
         self._originals: dict[tuple[int, str], Any] = {}
         # The id of an original -> its wrapper.
@@ -69,9 +72,10 @@ class Installation:
         token = object()
         with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
-            self._sessions[token] = plan.cast_policy == "apex"
+            before = self._casting()
+            self._sessions[token] = plan.cast_policy if plan.properties.patch_torch_functions else _SUMS_ONLY
             self._refresh()
-            for where, name in self._bound_before() if len(self._sessions) == 1 else ():
+            for where, name in self._bound_before() if self._casting() and not before else ():
                 log.warning(
                     "%s was imported from torch before mpinit.initialize and keeps the function without casts: call "
                     "it as %s, or import it after initialize",
@@ -87,35 +91,47 @@ class Installation:
     def refresh_registrations(self) -> None:
         """Install again after the list of registered functions has changed."""
         with InterruptsDelayed(), self._lock:
-            self._installed = None
+            self._installed = frozenset()
             self._refresh()
+
+    def _casting(self) -> set[str]:
+        """Return the cast policies of the sessions of O1."""
+        return {*self._sessions.values()} - {_SUMS_ONLY}
 
     def _refresh(self) -> None:
         """Install the wrappers that the live sessions need; start again after an interrupted call."""
-        sessions = self._sessions.values()
-        # All sessions share torch's functions: if one has apex's policy, it applies to all.
-        is_apex = any(sessions)
-        is_installed = is_apex is self._installed if sessions else not self._undos
-        if is_installed:
+        wanted = frozenset(self._sessions.values())
+        if wanted == self._installed and bool(wanted) is bool(self._undos):
             return
-        self._installed = None
+        self._installed = frozenset()
         self._undos.unwind()
         self._originals.clear()
         self._wrappers.clear()
-        if sessions:
-            self._install(is_apex)
-            self._installed = is_apex
+        if wanted:
+            self._install(wanted)
+            self._installed = wanted
 
-    def _install(self, is_apex: bool) -> None:
+    def _install(self, wanted: frozenset[str]) -> None:
         """Install all wrappers. After an interrupted call, the next :meth:`_refresh` removes them."""
         _mark_compile_caches(self._undos)
+        casting = self._casting()
+        for registration in REGISTERED if casting else ():
+            self._set(registration.owner, registration.name, _registered_wrapper(registration))
+        registered = set(self._originals)  # they have precedence
+        # Inside of the wrappers of O1: inside a forward with 16-bit weights O1's casts are off.
+        for name, wrap in FLOAT32_SUMS.items() if _SUMS_ONLY in wanted else ():
+            owner, attribute = resolve_owner(name)
+            if (id(owner), attribute) not in registered:
+                original = getattr(owner, attribute)
+                self._set(owner, attribute, renamed(wrap(original), original, name))
+        if not casting:
+            return
         _keep_casts_out_of_backward(self._undos)
         encoder_fast_path.keep_off(is_on, self._undos)
         cpu_autocast_list.follow_cuda(self._undos)
-        for registration in REGISTERED:
-            self._set(registration.owner, registration.name, _registered_wrapper(registration))
-        for owner, name, function in _wrappers(is_apex):
-            if (id(owner), name) not in self._originals:  # a registration has precedence
+        # All sessions share torch's functions: if one has apex's policy, it applies to all.
+        for owner, name, function in _wrappers("apex" in casting):
+            if (id(owner), name) not in registered:
                 self._set(owner, name, function)
 
     def _bound_before(self) -> Iterator[tuple[str, str]]:
@@ -129,8 +145,7 @@ class Installation:
         return bound_elsewhere(found, None, users_only=True)
 
     def _set(self, owner: Any, name: str, function: Any) -> None:
-        original = getattr(owner, name)
-        self._originals[id(owner), name] = original
+        original = self._originals.setdefault((id(owner), name), getattr(owner, name))
         if isinstance(function, types.FunctionType):
             self._wrappers[id(original)] = function
             ORIGINALS[function] = original
@@ -245,8 +260,9 @@ INSTALLATION: Final = Installation()
 def apply(plan: Plan, owner: object = None) -> Undo:
     """Make torch's functions follow the cast policy, and switch casts on in this thread if the plan has it.
 
-    torch's own autocast does the casts. Only names that are not on the autocast list of a device present are wrapped.
-    All live sessions share the wrappers; the undo of the last session removes them. An exception, Ctrl-C at any line
+    For a plan without casts of functions, whose weights are 16-bit, only ``FLOAT32_SUMS`` are wrapped. At O1 torch's
+    own autocast does the casts, and only names that are not on the autocast list of a device present are wrapped. All
+    live sessions share the wrappers; the undo of the last session removes them. An exception, Ctrl-C at any line
     included, undoes everything.
 
     Args:

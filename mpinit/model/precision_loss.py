@@ -1,10 +1,12 @@
 """Refusals and warnings before a cast to 16 bits damages numbers, and before target networks stop changing.
 
-Every number loses lower bits in a cast, and training tolerates that. Two kinds of numbers are exceptions, because
+Every number loses lower bits in a cast, and training tolerates that. Three kinds of numbers are exceptions, because
 computations with them enlarge the error:
 
 - Whole numbers above the largest up to which the dtype has every whole number (2,048 in float16, 256 in bfloat16), such
   as position ids and counters. They become other whole numbers.
+- Large constants, such as reference energies in eV, whose rounding is not small in their own unit: -2,042.4 becomes
+  -2,048 in bfloat16, and what a model learns beside it is lost.
 - Tables that rise or fall by more than a factor of 16, such as noise schedules and the inverse frequencies of rotary
   embeddings. Frequencies are multiplied by positions: 0.4 % of an angle of 1,000 is more than half a turn.
 
@@ -16,18 +18,25 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Adam, AdamW, Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, Names, dotted
 from ..distributed.sharding import local
+from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
-# float32 has every whole number up to here; a larger number is neither an id nor a counter.
+# float32 has every whole number up to here; a larger number is no id, no counter, and no constant in a unit.
 COUNTED_BY_FLOAT32: Final = 2**24
 _FEWEST_IN_TABLE: Final = 8
 _LEAST_SPAN: Final = 16.0
+# Constants beyond the first, whose rounding changes them by the second or more: not means in bytes, which are divided.
+_LARGE: Final = 256.0
+_ERROR_IN_UNITS: Final = 0.25
+# How many numbers a tensor of several dimensions may have to be read.
+_FEW: Final = 1024
 # The smallest number of float16 above 0.
 _SMALLEST: Final = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 _EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
@@ -110,7 +119,9 @@ def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor,
             if parameter is not None and not parameter.requires_grad:
                 candidates.append((name, parameter))
         for name, tensor in candidates:
-            dtype = None if tensor is None else targets.get(tensor)
+            # Running statistics are measured, not constants.
+            is_skipped = tensor is None or isinstance(module, _NormBase)
+            dtype = None if tensor is None or is_skipped else targets.get(tensor)
             reason = None if tensor is None or dtype is None else loss_of(tensor, dtype)
             if reason is not None:
                 full_name = dotted(module_name, name)
@@ -128,24 +139,33 @@ def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor,
 
 
 def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Describe the harm of a cast; None if it only rounds. Only tensors of one long dimension are read."""
+    """Describe the harm of a cast; None if it only rounds. Only small tensors and those of one dimension are read."""
     part = local(TENSOR_DETACH(tensor))
-    is_one_line = 0 < part.numel() == max(part.shape, default=1)
-    if not is_lower_precision(dtype) or not is_one_line or part.is_meta or part.layout is not torch.strided:
+    is_one_line = part.numel() == max(part.shape, default=1)
+    if not is_lower_precision(dtype) or part.is_meta or part.layout is not torch.strided:
+        return None
+    if not part.numel() or not (is_one_line or part.numel() <= _FEW):
         return None
     values = part.flatten().cpu().double()
     if not bool(values.isfinite().all()) or torch.equal(values, values.to(dtype).double()):
         return None
+    name = dtype_name(dtype)
     least, largest, steps = float(values.min()), float(values.max()), values.diff()
-    if least >= 0 and largest <= COUNTED_BY_FLOAT32 and torch.equal(values, values.round()):
+    if is_one_line and least >= 0 and largest <= COUNTED_BY_FLOAT32 and torch.equal(values, values.round()):
         # 0 and one large number are a mask.
         if bool(((values == 0) | (values == largest)).all()) and values.numel() > 1:
             return None
-        exact, name = int(2 / torch.finfo(dtype).eps), dtype_name(dtype)
+        exact = int(2 / torch.finfo(dtype).eps)
         return f"contains whole numbers up to {largest:,.0f}, of which {name} has every one only up to {exact:,}"
     is_monotonic = bool((steps > 0).all()) or bool((steps < 0).all())
-    if is_monotonic and values.numel() >= _FEWEST_IN_TABLE and 0 < _LEAST_SPAN * least < largest:
+    if is_one_line and is_monotonic and values.numel() >= _FEWEST_IN_TABLE and 0 < _LEAST_SPAN * least < largest:
         return f"is a table from {values[0]:.3g} to {values[-1]:.3g}, whose error grows with what it is multiplied by"
+    errors = (values - values.to(dtype).double()).abs()
+    worst = int(errors.argmax())
+    value, error = float(values[worst]), float(errors[worst])
+    # Constants of masks have one digit: -10,000, -1e9.
+    if _LARGE < abs(value) <= COUNTED_BY_FLOAT32 and error >= _ERROR_IN_UNITS and float(f"{value:.0e}") != value:
+        return f"contains {value:,.6g}, which is {float(torch.tensor(value).to(dtype)):,.6g} in {name}"
     return None
 
 
@@ -170,6 +190,23 @@ def _small_eps(module: nn.Module) -> float | None:
     attributes = {} if type(module).__module__.startswith("torch.") else vars(module)
     values = [attributes.get(name) for name in _EPS_NAMES]
     return next((eps for eps in values if isinstance(eps, float) and 0.0 < eps < _SMALLEST / 2), None)
+
+
+def warn_about_optimizer_eps(optimizer: Optimizer, masters: Masters) -> None:
+    """Warn of an optimizer's eps that is 0 in float16, where it steps float16 weights: 0 is divided by 0."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if group.get("fused") and isinstance(optimizer, (Adam, AdamW)):
+            continue  # this kernel adds eps in float32
+        if not isinstance(eps, float) or not 0.0 < eps < _SMALLEST / 2:
+            continue
+        if any(p.dtype is torch.float16 and p.requires_grad and masters.of(p) is None for p in group["params"]):
+            warn_user(
+                f"the eps={eps:g} of {type(optimizer).__name__} is 0 in float16, in which it steps weights without "
+                "masters: where a gradient is small, the step divides by 0 and the weight is nan or inf. Pass an eps "
+                "of 1e-6 or more, or use opt_level='O2', or O3 in bfloat16 (cast_model_type=torch.bfloat16)"
+            )
+            return
 
 
 def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:

@@ -308,3 +308,21 @@ def test_the_warning_as_an_error_leaves_casts_as_they_were() -> None:
     assert product_dtype() is HALF
     mpinit.undo(model)
     assert product_dtype() is FP32 and torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_autocast_around_a_model_with_16_bit_weights_warns_once(level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+    mpinit.initialize(model, opt_level=level, verbosity=0)
+    with pytest.warns(UserWarning, match=r"inside of a torch\.autocast block.*Remove the block.*O4") as caught:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(1, 4))
+    assert len(caught) == 1
+
+
+def test_autocast_around_a_float32_model_does_not_warn() -> None:
+    model = torch.nn.Linear(4, 4)
+    mpinit.initialize(model, opt_level="O0", verbosity=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(1, 4)).dtype is torch.float32

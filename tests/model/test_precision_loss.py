@@ -4,6 +4,8 @@ Below the public face: the criterion is tried on many tensors, without a model.
 """
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +36,15 @@ SPOILT: dict[str, tuple[Callable[[], Tensor], tuple[torch.dtype, ...], str]] = {
     "a counter": (lambda: torch.tensor(4097.0), BOTH, "whole numbers up to 4,097"),
     "rotary": (inverse_frequencies, BOTH, "table from 1 to 0.000133"),
     "Fourier features": (lambda: torch.logspace(0, 3, 16), BOTH, "table"),
+    "reference energies": (lambda: torch.tensor([-13.6, -1029.9, -2042.42]), BOTH, "contains -"),
+    "a reference energy": (lambda: torch.tensor(-2042.42), (F16,), "contains -2,042.42, which is -2,042 in float16"),
+    "energies of two heads": (lambda: torch.tensor([[-13.6], [-2042.42]]), (BF16,), "which is -2,040 in bfloat16"),
     "a noise schedule": (lambda: torch.linspace(1e-4, 0.02, 1000), BOTH, "table"),
 }
 
 WHOLE: dict[str, Callable[[], Tensor]] = {
     "mean in bytes": lambda: torch.tensor([123.675, 116.28, 103.53]),
+    "constants of masks": lambda: torch.tensor([-1e4, -1e9, 0.0, torch.finfo(F32).min]),
     "weights of classes": lambda: torch.tensor([0.1, 0.7, 1.5, 4.0]),
     "embedding of positions": sinusoidal,
     "causal mask": lambda: torch.full((8, 8), float("-inf")).triu(1),
@@ -56,6 +62,84 @@ def test_damaging_casts_are_found(make: Callable[[], Tensor], dtypes: tuple[torc
     for dtype in BOTH:
         found = loss_of(make(), dtype)
         assert (found is not None and words in found) is (dtype in dtypes), (dtype, found)
+
+
+class Energies(nn.Module):
+    """A reference energy of each atom, and what a network learns beside their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.references = nn.Buffer(torch.tensor([-13.6, -1029.9, -2042.42]))
+        self.learned = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, kinds: Tensor) -> Tensor:
+        counts = nn.functional.one_hot(kinds, 3).sum(1).to(self.learned[0].weight.dtype)
+        return self.references[kinds].sum(1) + self.learned(counts).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def test_reference_energies_are_learned_beside_with_the_entry_of_the_warning() -> None:
+    def error(level: str, **more: Any) -> float:
+        model, kinds = Energies(), torch.randint(0, 3, (64, 4), generator=torch.Generator().manual_seed(0))
+        truth = model.references[kinds].double().sum(1) + nn.functional.one_hot(kinds, 3).sum(1).sin().sum(1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+        for _ in range(200):
+            loss = (model(kinds).double() - truth).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss.detach()) ** 0.5
+
+    with pytest.warns(UserWarning, match=r"references contains .* in bfloat16.*keep_fp32=\['references'\]"):
+        assert error("O5") > 3
+    plain = error("O0")
+    assert plain < 0.5 and error("O5", keep_fp32=["references"]) < 1.5 * plain + 0.05
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_float64_constants_are_not_cast_and_not_named(level: str) -> None:
+    model = Energies()
+    model.references = nn.Buffer(model.references.double())
+    mpinit.initialize(model, opt_level=level, verbosity=0)
+    assert model.references.dtype is torch.float64 and model.references[2].item() == Energies().references[2].item()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-6])
+@pytest.mark.parametrize("comes", ["first", "later"])
+def test_eps_of_an_optimizer_that_is_0_in_float16_is_warned_of(comes: str, eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if comes == "first":
+            mpinit.initialize(model, optimizer, "O3", verbosity=0)
+        else:
+            mpinit.initialize(model, opt_level="O3", verbosity=0, await_optimizers=True)
+            mpinit.add_optimizers(optimizer)
+    x = torch.randn(8, 4)
+    x[:, 0] = 0.0
+    (model(x).square().mean() * 1e-3).backward()
+    optimizer.step()
+    assert bool(model.weight.isnan().any()) is (eps == 1e-8)
+    assert [bool(re.search(r"eps=1e-08 of Adam is 0 in float16.*O2", str(each.message))) for each in caught] == (
+        [True] if eps == 1e-8 else []
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "bfloat16", "fused"])
+def test_eps_of_an_optimizer_with_masters_or_in_bfloat16_is_fine(level: str) -> None:
+    model = nn.Linear(4, 4)
+    how = (
+        {"opt_level": "O3", "cast_model_type": BF16}
+        if level == "bfloat16"
+        else {"opt_level": "O3" if level == "fused" else level}
+    )
+    optimizer = torch.optim.Adam(model.parameters(), fused=level == "fused")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpinit.initialize(model, optimizer, verbosity=0, **how)
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)

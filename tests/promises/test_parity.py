@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, DTYPES, OPTIMIZERS, Case, cast_by_hand, equal_tensors, level_arguments, train, train_plainly
+from models import (
+    CASES,
+    DTYPES,
+    OPTIMIZERS,
+    Case,
+    cast_by_hand,
+    equal_tensors,
+    level_arguments,
+    sums_in_float32,
+    train,
+    train_plainly,
+)
 from torch import Tensor, nn
 
 import mpinit
@@ -54,6 +65,7 @@ def with_mpinit(network: str, optimizer: str, level: str, dtype: torch.dtype, **
     return losses, state
 
 
+@sums_in_float32()
 def by_hand(
     case: Case,
     make: Callable[..., torch.optim.Optimizer],

@@ -34,6 +34,17 @@ def test_gradients_of_cast_that_is_used_twice_add_up_in_16_bits() -> None:
         cast.grad_dtype = torch.float32
 
 
+@pytest.mark.parametrize("stops", ["embedding", "embedding_bag", "layer_norm"])
+def test_sums_of_a_cpu_stop_at_256_in_bfloat16(stops: str) -> None:
+    """``torch_internals/sums_on_cpu.py``."""
+    kinds = {"embedding": nn.Embedding(2, 8), "embedding_bag": nn.EmbeddingBag(2, 8), "layer_norm": nn.LayerNorm(8)}
+    module = kinds[stops].bfloat16()
+    ids = torch.zeros(1024, 1, dtype=torch.long, device="cpu")
+    module(torch.randn(1024, 8).bfloat16() if stops == "layer_norm" else ids).sum().backward()
+    trained = list(module.parameters())[-1].grad
+    assert trained is not None and trained.flatten()[0].item() == 256
+
+
 @pytest.mark.skipif(torch.__version__ >= (2, 15), reason="right from torch 2.15 on, when no older one is supported")
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="seen with AVX-512 only")
 def test_fused_sgd_leaves_out_16_bit_numbers_on_a_cpu() -> None:

@@ -1,0 +1,200 @@
+"""Losses compute in float32 where weights are 16-bit, and gradients that torch adds in 16 bits on a CPU are right."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cast_samples import Make, resolve, sample
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy  # bound before any initialize
+from torch.utils.checkpoint import checkpoint
+
+import mpinit
+from mpinit.autocast.cast_lists import BANNED_ROW, LOSS_ROWS
+
+KINDS: dict[str, dict[str, Any]] = {
+    "O2": {"opt_level": "O2", "loss_scale": 128.0},
+    "O3": {"opt_level": "O3"},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O5", "master_weights": "model"},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+ROWS = 65_536
+
+
+class Classifier(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(x), y)  # type: ignore[no-any-return]
+
+
+def recomputed(scores: Tensor, y: Tensor) -> Tensor:
+    """A loss that is computed again in the backward pass."""
+    return checkpoint(cross_entropy, scores, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "function": cross_entropy,
+    "module": nn.CrossEntropyLoss(),
+    "nll": lambda scores, y: F.nll_loss(F.log_softmax(scores, -1), y),
+    "checkpointed": recomputed,
+}
+
+
+RUNS = [(call, False) for call in CALLS] + [(call, True) for call in CALLS if call != "checkpointed"]
+
+
+@pytest.mark.parametrize(("call", "compiles"), RUNS, ids=[f"{call}-compiled" if c else call for call, c in RUNS])
+@kinds
+def test_loss_over_many_rows_trains_as_in_float32(kind: str, call: str, compiles: bool) -> None:
+    torch._dynamo.reset()
+    model = Classifier(CALLS[call])
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    x, y = torch.randn(ROWS, 4), torch.arange(ROWS) % 3
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    loss, expected = run(x, y), plain(x, y)
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    expected.backward()
+    found, gradient = model.head.weight.grad, plain.head.weight.grad
+    assert found is not None and gradient is not None
+    assert (found.float() - gradient).norm() < 0.02 * gradient.norm()
+    mpinit.undo(model)  # the compiler keeps it alive
+
+
+LOSSES = [(row.name, name) for row in (*LOSS_ROWS, BANNED_ROW) for name in row.names]
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(("row", "name"), LOSSES, ids=[name for _, name in LOSSES])
+def test_every_loss_of_torch_has_the_bits_of_float32(row: str, name: str, dtype: torch.dtype) -> None:
+    given = sample(row, name)
+    torch.manual_seed(0)
+    narrow = given(make := Make("cpu", dtype))
+    before = resolve(name)
+    wide = [each.detach().float() if isinstance(each, Tensor) and each.dtype is dtype else each for each in narrow]
+    expected = before(*wide)
+    model = mpinit.initialize(nn.Linear(2, 2), opt_level="O5")
+    loss = resolve(name)(*narrow)
+    assert loss.dtype is torch.float32 and torch.equal(loss, expected)
+    loss.sum().backward()
+    assert all(leaf.grad is None or leaf.grad.dtype is dtype for leaf in make.made)
+    mpinit.undo(model)
+    assert resolve(name) is before
+
+
+def test_losses_of_an_o1_model_beside_it_are_as_by_itself() -> None:
+    first = mpinit.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+    second = mpinit.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions="model", verbosity=0)
+    x, y = torch.zeros(ROWS, 2).half(), torch.zeros(ROWS, dtype=torch.long)
+    assert F.cross_entropy(x, y).item() == pytest.approx(0.6931472)
+    mpinit.undo(first)
+    assert F.cross_entropy(x, y).item() == 0.0, "torch itself"
+    mpinit.undo(second)
+
+
+# -- gradients on a CPU ------------------------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Four ways of reading rows of a table."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.table, self.bag = way, nn.Embedding(16, 8), nn.EmbeddingBag(16, 8, mode="sum")
+        self.head = nn.Linear(8, 16, bias=False)
+        self.bag.weight = self.table.weight
+        if way == "tied":
+            self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "function":
+            return self.head(F.embedding(x, self.table.weight))  # type: ignore[no-any-return]
+        return self.head(self.bag(x[:, None]) if self.way == "bag" else self.table(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["module", "function", "bag", "tied"])
+@kinds
+def test_gradient_of_a_frequent_token_is_that_of_float32(kind: str, way: str) -> None:
+    model = Tables(way)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    x = torch.randint(0, 16, (8192,), generator=torch.Generator().manual_seed(0))
+    x[: int(0.4 * len(x))] = 3
+    with mpinit.scale_loss(F.cross_entropy(model(x), (x * 7) % 16), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    F.cross_entropy(plain(x), (x * 7) % 16).backward()
+    found, gradient = model.table.weight.grad, plain.table.weight.grad
+    assert found is not None and gradient is not None
+    assert (found[3].float() - gradient[3]).norm() < 0.02 * gradient[3].norm(), "18 % in torch's bfloat16"
+
+
+@kinds
+def test_gradients_of_a_layer_norm_are_those_of_float32(kind: str) -> None:
+    norm = nn.LayerNorm(64)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=1.0)
+    plain = copy.deepcopy(norm)
+    mpinit.initialize(norm, optimizer, verbosity=0, **KINDS[kind] | {"loss_scale": 1024.0})
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(8192, 64, generator=generator), torch.randn(8192, 64, generator=generator) * 1e-3 + 2e-4
+    for model, scaled in ((norm, True), (plain, False)):
+        loss = (model(x) * weights).sum()
+        if scaled:
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+    for found, expected in zip(norm.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        # 11 % and 41 % in torch's bfloat16.
+        assert (found.grad.float() - expected.grad).norm() < 0.01 * expected.grad.norm()
+
+
+def test_forward_and_its_memory_are_those_of_16_bits() -> None:
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(768), torch.randn(256, 768).bfloat16()
+    by_hand = copy.deepcopy(norm).bfloat16()
+    mpinit.initialize(norm, opt_level="O5", cast_model_outputs=torch.bfloat16, verbosity=0)
+    saved: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.dtype), t)[1], lambda t: t):  # type: ignore[func-returns-value]
+        output = norm(x)
+    assert torch.equal(output, by_hand(x)) and set(saved) == {torch.bfloat16}
+
+
+def test_layer_norm_can_be_differentiated_twice() -> None:
+    torch.manual_seed(0)
+    norm, x, weights = nn.LayerNorm(8), torch.randn(4, 8), torch.randn(4, 8)
+    results = []
+    for model in (norm, copy.deepcopy(norm)):
+        if model is norm:
+            mpinit.initialize(model, opt_level="O5", verbosity=0)
+        given = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad((model(given) * weights).sum(), given, create_graph=True)
+        first.square().sum().backward()
+        assert model.weight.grad is not None and given.grad is not None
+        results.append((model.weight.grad.float(), given.grad))
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_sparse_gradients_of_tables_stay_sparse() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    mpinit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    table(torch.zeros(8, dtype=torch.long)).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
