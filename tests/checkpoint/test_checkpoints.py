@@ -13,7 +13,7 @@ import mpinit
 
 
 @pytest.mark.parametrize("load_first", [False, True])
-def test_a_checkpoint_goes_from_level_to_level_without_losing_a_bit(load_first: bool) -> None:
+def test_checkpoint_goes_from_level_to_level_to_the_bit(load_first: bool) -> None:
     model, optimizer = loops.started("O2", make=loops.adam)
     loops.train(model, optimizer, loops.batches(3))
     reference = loops.mlp()
@@ -69,7 +69,7 @@ def test_states_of_other_scalers_load() -> None:
         assert mpinit.state_dict(optimizer) == ours
 
 
-def test_a_checkpoint_of_16_bit_weights_rebuilds_the_masters_with_one_warning() -> None:
+def test_16_bit_checkpoint_rebuilds_masters_with_one_warning() -> None:
     source = loops.mlp(seed=4).half()
     checkpoint = source.state_dict()
     model = nn.Sequential(loops.mlp(), nn.Linear(3, 3))
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_16_bit_weights_rebuilds_the_masters_with_one_warning() 
         model.load_state_dict(model.state_dict())
 
 
-def test_16_bit_values_for_weights_without_masters_need_no_warning() -> None:
+def test_16_bit_values_without_masters_need_no_warning() -> None:
     for level in ("O0", "O1", "O3"):
         model, _ = loops.started(level)
         given = loops.mlp(seed=4).half().state_dict()

@@ -72,7 +72,7 @@ def build(level: str, make: Callable[[Any], Optimizer], seed: int = 0) -> tuple[
 
 @pytest.mark.parametrize("level", ["O0", "O2", "split", "model"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_run_resumed_from_before_its_first_step_is_the_uninterrupted_run(name: str, level: str) -> None:
+def test_run_resumed_from_before_its_first_step_is_the_same(name: str, level: str) -> None:
     model, optimizer = build(level, OPTIMIZERS[name])
     train(model, optimizer, batches(3))
     expected = copy.deepcopy(model.state_dict())

@@ -156,7 +156,7 @@ class Failing(Adam):
 
 
 @pytest.mark.parametrize("level", by_name.LEVELS)
-def test_a_failure_while_a_train_state_makes_it_leaves_everything_as_it_was(level: str) -> None:
+def test_failure_while_train_state_makes_state_changes_nothing(level: str) -> None:
     model = by_name.Net()
     optimizer = Failing(by_name.groups(model), lr=0.01)
     mpinit.initialize(model, optimizer, **by_name.LEVELS[level])

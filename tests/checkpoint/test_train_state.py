@@ -101,7 +101,7 @@ def test_a_state_goes_through_every_level_and_back() -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "split"])
-def test_states_of_an_optimizer_without_a_step_have_the_names_of_torchs(level: str) -> None:
+def test_states_of_an_unstepped_optimizer_have_torchs_names(level: str) -> None:
     model, optimizer = build(level)
     state = copied(TrainState(model, optimizer))
     train(model, optimizer, batches(2))
@@ -307,7 +307,7 @@ def test_arguments_of_train_state_are_checked() -> None:
         TrainState(model[0], optimizer).state_dict()
 
 
-def test_inside_of_a_scaled_loss_an_optimizer_without_state_is_refused() -> None:
+def test_in_scaled_loss_an_optimizer_without_state_is_refused() -> None:
     pair = build("O2")
     with (
         pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss"),
@@ -332,7 +332,7 @@ def test_the_three_parts_that_apexs_scripts_save_are_read() -> None:
 
 
 @pytest.mark.parametrize("masters", [True, "split"])
-def test_state_before_the_first_step_may_be_read_in_inference_mode(
+def test_state_before_first_step_is_read_in_inference_mode(
     masters: Any,
 ) -> None:
     """Compare with that of an ordinary call: its tensors are no inference tensors."""

@@ -167,7 +167,7 @@ def gradients_of(setting: str) -> list[torch.Tensor | None]:
 
 
 @each_setting
-def test_gradients_are_those_of_scale_loss_and_scaled_until_they_are_unscaled(setting: str) -> None:
+def test_gradients_are_scale_losss_and_scaled_until_unscaled(setting: str) -> None:
     expected = [g.float() for g in gradients_of(setting) if g is not None]
     model, optimizer, scaler = begin(setting)
     for times in (1, 2):
@@ -327,7 +327,7 @@ def test_one_step_is_scaled_in_one_way(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["O1", "O2"])
-def test_step_that_torchs_grad_scaler_skips_in_a_kernel_is_counted(setting: str) -> None:
+def test_step_that_torchs_scaler_skips_in_a_kernel_is_counted(setting: str) -> None:
     """Overflow in the second of three steps: the scheduler omits it."""
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)

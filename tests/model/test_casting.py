@@ -213,7 +213,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("masters", [True, "split"])
-def test_float32_data_that_replaces_a_weights_own_is_refused_outside_of_a_block(masters: Any) -> None:
+def test_float32_data_of_a_weight_is_refused_outside_of_a_block(masters: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters)

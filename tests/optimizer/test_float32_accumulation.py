@@ -180,7 +180,7 @@ def test_one_pass_a_step_keeps_bfloat16() -> None:
         assert mpinit.step_counts(optimizer) == (5, 1)
 
 
-def test_asked_for_the_first_pass_is_float32_and_a_weight_used_twice_adds_up_in_it() -> None:
+def test_grad_dtype_float32_adds_uses_and_passes_in_float32() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

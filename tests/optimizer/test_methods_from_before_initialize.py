@@ -79,7 +79,7 @@ def test_optimizers_may_be_initialized_with_the_one_they_wrap() -> None:
     assert inner.state[model[0].weight]["exp_avg"].dtype == torch.float32
 
 
-def test_scheduler_that_has_wrapped_step_keeps_working_between_sessions() -> None:
+def test_scheduler_that_wrapped_step_works_between_sessions() -> None:
     """Step in a second session, where a scheduler keeps the first one's method in place."""
     model = mlp()
     optimizer = plain_sgd(model.parameters())

@@ -46,7 +46,7 @@ def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
     [{}, {"dtype": torch.bfloat16, "loss_scale": 1.0}, {"dtype": torch.bfloat16, "master_weights": "split"}],
     ids=str,
 )
-def test_what_was_frozen_when_initialize_ran_gets_a_master_once_it_trains(given: dict[str, Any]) -> None:
+def test_what_was_frozen_at_initialize_gets_a_master_later(given: dict[str, Any]) -> None:
     model = loops.mlp()
     model[0].weight.requires_grad_(False)
     optimizer = loops.start(model, "O2", **given)
@@ -97,7 +97,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callabl
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_over_none_of_the_models_parameters_is_refused(level: str) -> None:
+def test_optimizer_over_no_parameter_of_the_models_is_refused(level: str) -> None:
     model, own = loops.mlp(), momentum(loops.mlp().parameters())
     copied, strange = momentum(loops.mlp(seed=5).parameters()), SGD([nn.Parameter(torch.zeros(5))], lr=0.5)
     left_over = r"none of the parameters of SGD.*'0\.weight'.*'0\.bias'.*'3\.weight'.*make the optimizer from"
@@ -186,7 +186,7 @@ def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(setting: str, na
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str, name: str) -> None:
+def test_optimizer_from_elsewhere_may_have_stepped_and_grow(level: str, name: str) -> None:
     model, reference, data = loops.mlp(), loops.mlp(), loops.batches(7)
     optimizer, plain = FOREIGN[name](model[0].parameters()), FOREIGN[name](reference[0].parameters())
     loops.train_plainly(model, optimizer, data[:2])
@@ -238,7 +238,7 @@ def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
 
 
 @pytest.mark.parametrize("when", ["before the backward pass", "after it"])
-def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
+def test_gradients_of_a_group_added_in_the_block_are_unscaled(when: str) -> None:
     model, more = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     mpinit.initialize([model, more], optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=64.0))
@@ -302,7 +302,7 @@ def contrastive() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
-def test_state_of_a_0_dimensional_parameter_is_cast_without_masters(make: Callable[..., Optimizer]) -> None:
+def test_state_of_0_dimensional_weight_is_cast_without_masters(make: Callable[..., Optimizer]) -> None:
     """Step before ``initialize`` at O3, in the session, and after its undo, beside a run in float32."""
     runs = []
     for level in ("O3", "O0"):

@@ -24,7 +24,7 @@ def set_up(setting: str, late: bool) -> tuple[nn.Module, ByHand, torch.optim.Opt
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_backward_passes_of_any_kind_add_up_to_the_bits_of_masters_by_hand(setting: str, late: bool) -> None:
+def test_passes_of_any_kind_add_up_as_masters_by_hand(setting: str, late: bool) -> None:
     model, by_hand, optimizer = set_up(setting, late)
     if late:
         mpinit.add_optimizers(optimizer)
@@ -136,7 +136,7 @@ def test_a_block_inside_a_block_of_the_same_optimizer_is_refused(level: str) -> 
     assert not mpinit.step_was_skipped(optimizer)
 
 
-def test_a_step_that_writes_to_weights_itself_leaves_the_masters_alone() -> None:
+def test_step_that_writes_to_weights_leaves_masters_alone() -> None:
     class Meddler(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()

@@ -92,7 +92,7 @@ def test_a_fixed_scale_skips_nothing_by_default(level: str) -> None:
     assert not all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_gradients_that_are_clipped_or_written_count_as_they_are_at_the_step() -> None:
+def test_gradients_clipped_or_written_count_as_they_are_at_step() -> None:
     model, optimizer = pair(WAYS["O5"])
     mse(model, batches(1)[0]).backward()
     model[0].weight.grad[0, 0] = float("nan")
@@ -105,7 +105,7 @@ def test_gradients_that_are_clipped_or_written_count_as_they_are_at_the_step() -
     assert mpinit.step_counts(optimizer) == (1, 1)
 
 
-def test_the_third_skip_in_a_row_is_warned_of_and_too_many_are_an_error() -> None:
+def test_third_skip_in_a_row_is_warned_of_too_many_are_an_error() -> None:
     model, optimizer = pair(WAYS["O5"])
     step = functools.partial(one, model, optimizer, batches(1)[0], False)
     for bad in ("one", "one", "", "one", "one"):

@@ -169,7 +169,7 @@ def test_third_skip_in_a_row_is_logged_with_its_kind(level: str, caplog: pytest.
     assert "'0'" in text and "no loss scale can help" not in text
 
 
-def test_report_where_every_gradient_is_bad_has_no_module_and_no_cure() -> None:
+def test_report_of_bad_gradients_everywhere_names_no_module() -> None:
     """Check the report of a nan in a padded row, which makes the gradients of all later modules nan."""
     model, optimizer = started("O2")
     x = torch.ones(2, 6, device=device())
@@ -224,7 +224,7 @@ def test_an_optimizer_of_frozen_parameters_only_steps_harmlessly(level: str) -> 
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_calls_of_a_skipped_step_grow_with_the_model_no_faster_than_it(level: str) -> None:
+def test_calls_of_a_skipped_step_grow_no_faster_than_the_model(level: str) -> None:
     counts = []
     for layers in (10, 40):
         torch.manual_seed(0)
@@ -254,7 +254,7 @@ def replaced(place: Any, value: float, gradient: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
+def test_report_of_an_overflow_lists_bad_gradients_alone() -> None:
     model = placed(nn.ParameterList([torch.ones(3), torch.ones(2, 2), torch.ones(0), torch.ones(()), torch.ones(4)]))
     optimizer = SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", loss_scale=mpinit.DynamicLossScale(init=64.0))
@@ -274,7 +274,7 @@ def test_report_of_an_overflow_lists_gradients_with_inf_or_nan_alone() -> None:
 @pytest.mark.parametrize("bad", ["discriminator", "generator"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("level", SCALING)
-def test_overflow_counts_once_if_each_loss_is_passed_all_optimizers(level: str, fused: bool, bad: str) -> None:
+def test_overflow_counts_once_if_losses_have_all_optimizers(level: str, fused: bool, bad: str) -> None:
     """Compare with a GAN's loop that passes the optimizer that will step; Lightning and Accelerate pass both."""
 
     def trained(passes_all: bool) -> tuple[list[torch.Tensor], list[Any]]:

@@ -91,7 +91,7 @@ def losses_of(way: str, **settings: Any) -> list[float]:
 
 @pytest.mark.parametrize("way", ["step", "closure", "halves", "own method"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_forwards_after_a_step_in_the_same_method_use_the_new_weights(name: str, way: str) -> None:
+def test_forwards_after_a_step_in_one_method_use_new_weights(name: str, way: str) -> None:
     want = losses_of(way)
     assert min(abs(after - before) for before, after in zip(want, want[2:], strict=False)) > 0.15
     torch.testing.assert_close(losses_of(way, **SETTINGS[name]), want, rtol=0.05, atol=0.05)

@@ -83,7 +83,7 @@ def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
 
 
 @stores
-def test_groups_state_and_gradients_are_the_weights_between_steps(store: str) -> None:
+def test_groups_state_gradients_are_the_weights_between_steps(store: str) -> None:
     model, optimizer = started(store)
     weights = list(model.parameters())
     seen: list[list[Any]] = []
@@ -117,7 +117,7 @@ def law(weight: Tensor, master: Tensor) -> Tensor:
 
 
 @full
-def test_a_full_master_is_where_its_rounding_is_the_weight_or_else_the_weight(store: str) -> None:
+def test_a_full_master_counts_where_its_rounding_is_the_weight(store: str) -> None:
     model, _ = started(store)
     before, weight = float32_of(model)["0.weight"], model[0].weight
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_a_full_master_is_where_its_rounding_is_the_weight_or_else_the_weight(st
     assert torch.equal(weight.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_a_split_master_is_the_weight_and_the_remainder_of_the_number_before() -> None:
+def test_a_split_master_is_the_weight_and_the_old_remainder() -> None:
     model, _ = started("split")
     before, weight = float32_of(model)["0.weight"], model[0].weight
     remainder = before.view(torch.int32) - weight.detach().float().view(torch.int32)
@@ -148,7 +148,7 @@ def test_a_split_master_is_the_weight_and_the_remainder_of_the_number_before() -
 
 @stores
 @pytest.mark.parametrize("how", ["copy_", "data", "data ="])
-def test_weights_swapped_for_an_evaluation_and_back_keep_their_lower_bits(store: str, how: str) -> None:
+def test_weights_swapped_for_an_evaluation_keep_lower_bits(store: str, how: str) -> None:
     model, optimizer = started(store)
     masters = list(mpinit.master_params(optimizer))  # kept, as for clipping
     before, own = float32_of(model), [weight.detach().clone() for weight in model.parameters()]
@@ -178,7 +178,7 @@ def test_weights_swapped_for_an_evaluation_and_back_keep_their_lower_bits(store:
 
 
 @full
-def test_reading_masters_while_others_are_swapped_in_makes_masters_follow(store: str) -> None:
+def test_reading_masters_while_others_are_swapped_in_moves_them(store: str) -> None:
     """Lower bits are lost then: restore the weights before anything reads masters."""
     model, optimizer = started(store)
     before, own = float32_of(model)["0.weight"], model[0].weight.detach().clone()
@@ -214,7 +214,7 @@ KEPT: dict[int, Tensor] = {}
 
 @stores
 @pytest.mark.parametrize("how", WRITES)
-def test_writes_that_torch_counts_or_that_go_through_data_are_stepped(store: str, how: str) -> None:
+def test_writes_torch_counts_or_through_data_are_stepped(store: str, how: str) -> None:
     model, optimizer = started(store)
     weight = model[0].weight
     KEPT[id(weight)] = weight.data
@@ -267,7 +267,7 @@ UNSEEN: dict[str, Any] = {
 
 @stores
 @pytest.mark.parametrize("how", UNSEEN)
-def test_writes_that_are_not_seen_are_overwritten_by_a_step_with_full_masters(store: str, how: str) -> None:
+def test_unseen_writes_are_overwritten_by_a_step_of_full_masters(store: str, how: str) -> None:
     model, optimizer = started(store)
     before = float32_of(model)["0.weight"]
     UNSEEN[how](model[0].weight)
@@ -312,7 +312,7 @@ def test_first_step_compares_all_weights_by_value(store: str, reads: str) -> Non
 
 
 @ranks(2, (False,), (True,))
-def test_weights_broadcast_by_hand_before_training_are_those_of_rank_0(in_block: bool) -> None:
+def test_weights_broadcast_before_training_are_those_of_rank_0(in_block: bool) -> None:
     """All bits of masters are sent inside a block; a 16-bit weight is sent without its master's lower bits."""
     model = two_layers(seed=dist.get_rank())
     optimizer = sgd(model)
@@ -354,7 +354,7 @@ def test_weights_broadcast_during_training(way: str) -> None:
 
 @stores
 @pytest.mark.parametrize("values", [torch.zeros(8, 4), torch.zeros(3, 4, dtype=torch.bfloat16)], ids=["dtype", "shape"])
-def test_data_of_another_dtype_or_shape_is_an_error_that_names_copy(store: str, values: Tensor) -> None:
+def test_data_of_another_dtype_or_shape_names_copy(store: str, values: Tensor) -> None:
     model, optimizer = started(store)
     own = model[0].weight.data
     optimizer.zero_grad()
@@ -367,7 +367,7 @@ def test_data_of_another_dtype_or_shape_is_an_error_that_names_copy(store: str, 
 
 
 @stores
-def test_an_update_of_less_than_half_a_unit_is_lost_on_a_weight_and_counts_in_a_block(store: str) -> None:
+def test_small_update_is_lost_on_a_weight_and_counts_in_a_block(store: str) -> None:
     model, _ = started(store)
     before = float32_of(model)
     with torch.no_grad():
@@ -432,7 +432,7 @@ def test_a_written_master_counts_over_its_weight(store: str, how: str, use: str)
 
 
 @full
-def test_a_weight_and_its_master_that_were_both_written_to_and_differ_are_an_error(store: str) -> None:
+def test_weight_and_master_written_to_differently_are_an_error(store: str) -> None:
     model, optimizer = started(store)
     master, weight = next(mpinit.master_params(optimizer)), model[0].weight
     with torch.no_grad():
@@ -449,7 +449,7 @@ def test_a_weight_and_its_master_that_were_both_written_to_and_differ_are_an_err
 
 
 @full
-def test_a_gradient_set_on_a_master_and_a_loss_of_masters_name_the_weight(store: str) -> None:
+def test_gradient_set_on_a_master_and_loss_of_it_are_errors(store: str) -> None:
     model, optimizer = started(store)
     master = next(mpinit.master_params(optimizer))
     for value in (None, torch.zeros(8, 4)):
@@ -461,7 +461,7 @@ def test_a_gradient_set_on_a_master_and_a_loss_of_masters_name_the_weight(store:
 
 
 @full
-def test_copies_and_pickles_of_masters_are_plain_float32_parameters(store: str) -> None:
+def test_copies_and_pickles_of_masters_are_plain_parameters(store: str) -> None:
     """As in {"master params": list(amp.master_params(optimizer))}, saved and copied back."""
     model, optimizer = started(store)
     trained(model, optimizer)
@@ -564,7 +564,7 @@ def test_a_written_entry_that_was_not_loaded_is_warned_of_once(store: str, use: 
 
 
 @stores
-def test_entries_that_were_loaded_dropped_or_only_read_say_nothing(store: str) -> None:
+def test_entries_loaded_dropped_or_only_read_say_nothing(store: str) -> None:
     model, optimizer = started(store)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -603,7 +603,7 @@ class OwnSaves(nn.Linear):
         self.loaded = state
 
 
-def test_what_modules_save_by_methods_of_their_own_is_saved_as_it_is() -> None:
+def test_what_modules_save_by_own_methods_is_saved_as_it_is() -> None:
     model = nn.Sequential(OwnSaves(4, 4))
     mpinit.initialize(model, sgd(model), "O5")
     state = model.state_dict()
@@ -612,7 +612,7 @@ def test_what_modules_save_by_methods_of_their_own_is_saved_as_it_is() -> None:
 
 
 @stores
-def test_writes_to_entries_that_torch_does_not_count_are_lost_without_a_warning(store: str) -> None:
+def test_uncounted_writes_to_entries_are_lost_without_a_warning(store: str) -> None:
     model, optimizer = started(store)
     before, state = float32_of(model), model.state_dict()
     state["0.weight"].numpy().fill(1.0)
@@ -651,7 +651,7 @@ def test_a_block_has_the_values_in_float32_and_rounds_them_back(store: str) -> N
 
 
 @stores
-def test_an_average_of_the_weights_in_blocks_is_that_of_float32_numbers(store: str) -> None:
+def test_average_of_weights_in_blocks_is_of_float32_numbers(store: str) -> None:
     model, optimizer = started(store)
     with mpinit.float32_weights(model):
         shadow = [parameter.detach().clone() for parameter in model.parameters()]
@@ -708,7 +708,7 @@ IN_BLOCKS: dict[str, tuple[Any, str]] = {
 
 @stores
 @pytest.mark.parametrize("what", IN_BLOCKS)
-def test_what_is_not_about_values_is_refused_in_blocks_with_the_way_out(store: str, what: str) -> None:
+def test_what_is_not_about_values_is_refused_in_blocks(store: str, what: str) -> None:
     model, optimizer = started(store)
     before, own = float32_of(model), list(model.parameters())
     use, way_out = IN_BLOCKS[what]
@@ -736,7 +736,7 @@ def one_weight(store: str, **more: Any) -> tuple[nn.Linear, torch.optim.Optimize
 
 
 @stores
-def test_gradients_are_16_bit_after_a_plain_pass_and_float32_in_the_step(store: str) -> None:
+def test_gradients_are_16_bit_after_a_plain_pass_float32_in_step(store: str) -> None:
     model, optimizer = one_weight(store, loss_scale=1.0)
     seen = []
 
@@ -763,7 +763,7 @@ def test_300_blocks_of_one_step_add_up_to_300(store: str, scale: float) -> None:
 
 
 @stores
-def test_plain_passes_add_up_in_16_bits_unless_float32_is_asked_for(store: str) -> None:
+def test_plain_passes_add_up_in_16_bits_unless_asked_otherwise(store: str) -> None:
     stops = {torch.float16: 2048.0, torch.bfloat16: 256.0}[ONE_WEIGHT[store]]
     for asked, expected in (({}, stops), ({"grad_dtype": torch.float32}, stops + 2)):
         model, _ = one_weight(store, loss_scale=1.0, **asked)
@@ -827,7 +827,7 @@ def scaling(level: str = "O2", **more: Any) -> tuple[nn.Sequential, torch.optim.
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_an_overflow_in_one_of_four_blocks_skips_and_backs_off_once(level: str, bad: int) -> None:
+def test_overflow_in_one_of_four_blocks_skips_and_backs_off_once(level: str, bad: int) -> None:
     model, optimizer = scaling(level)
     before = copy.deepcopy(model.state_dict())
     for index in range(4):
@@ -846,7 +846,7 @@ def test_a_second_step_after_a_skipped_one_is_skipped_too() -> None:
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
 
 
-def test_an_overflow_that_is_dropped_counts_unless_gradients_are_none() -> None:
+def test_dropped_overflow_counts_unless_gradients_are_none() -> None:
     for to_none, expected in ((True, (1, 0)), (False, (0, 1))):
         model, optimizer = scaling()
         pass_of(model, optimizer, torch.ones(2, 4), float("inf"))
@@ -923,7 +923,7 @@ class Failing(torch.optim.SGD):
 
 
 @stores
-def test_an_error_in_a_step_leaves_weights_that_are_their_masters_rounded(store: str) -> None:
+def test_error_in_a_step_leaves_weights_their_masters_rounded(store: str) -> None:
     model, optimizer = started(store, make=lambda p: Failing(p, lr=0.1), steps=0)
     pass_of(model, optimizer, torch.ones(2, 4))
     weights = list(model.parameters())
@@ -977,7 +977,7 @@ def test_state_of_a_weight_that_gets_its_master_later_is_float32(store: str, nam
 
 
 @stores
-def test_a_hidden_step_of_checkpoints_creates_state_and_changes_nothing(store: str) -> None:
+def test_a_hidden_step_of_checkpoints_changes_nothing(store: str) -> None:
     model, optimizer = started(store, make=torch.optim.AdamW, steps=0)
     before = copy.deepcopy(model.state_dict())
     get_state_dict(model, optimizer)
@@ -1012,7 +1012,7 @@ def test_overflow_on_one_rank_skips_on_all(engine: str) -> None:
 
 
 @ranks(2)
-def test_rank_that_leaves_out_a_step_lets_the_others_wait_until_the_timeout() -> None:
+def test_rank_that_leaves_out_a_step_lets_others_time_out() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     model = two_layers()
     optimizer = sgd(model)
@@ -1145,7 +1145,7 @@ def test_float32_shards_are_the_masters() -> None:
 
 
 @ranks(2)
-def test_gradients_that_fsdp_keeps_are_refused_under_a_loss_scale() -> None:
+def test_gradients_fsdp_keeps_are_refused_under_a_loss_scale() -> None:
     model: Any = fully_shard(two_layers(), mesh=engines.mesh(2))
     optimizer = sgd(model)
     mpinit.initialize(model, optimizer, "O2")
@@ -1204,7 +1204,7 @@ def test_initialize_says_how_many_weights_keep_their_rounding(caplog: pytest.Log
 # -- Rule 12: closures and two-phase optimizers need a fixed scale -----------------------------------------------------
 
 
-def test_closures_are_refused_at_a_dynamic_scale_with_the_ways_out() -> None:
+def test_closures_are_refused_at_a_dynamic_scale() -> None:
     _, optimizer = scaling()
     with pytest.raises(RuntimeError, match=r"opt_level='O5'.* loss_scale=128\.0"):
         optimizer.step(lambda: None)  # type: ignore[arg-type, return-value]
@@ -1249,7 +1249,7 @@ class TwoPhases(torch.optim.SGD):
             self.zero_grad()
 
 
-def test_two_phase_optimizers_are_refused_at_a_dynamic_scale_with_the_ways_out() -> None:
+def test_two_phase_optimizers_are_refused_at_a_dynamic_scale() -> None:
     model = two_layers()
     optimizer = TwoPhases(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"opt_level='O5'.* loss_scale=128\.0"):
@@ -1288,7 +1288,7 @@ class Rotated(nn.Module):
 
 
 @pytest.mark.parametrize("masters", [True, "split", "model"])
-def test_model_that_comes_in_16_bits_keeps_what_it_has_in_float32(masters: Any) -> None:
+def test_model_that_comes_in_16_bits_keeps_its_float32_parts(masters: Any) -> None:
     torch.manual_seed(0)
     model = Rotated()
     by_hand = copy.deepcopy(model)
@@ -1316,7 +1316,7 @@ def test_model_that_comes_in_16_bits_keeps_what_it_has_in_float32(masters: Any) 
         assert torch.equal(state[name], value), name
 
 
-def test_buffers_that_training_writes_to_are_named_once_with_the_entry() -> None:
+def test_buffers_that_training_writes_to_are_named_once() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -149,12 +149,12 @@ def test_an_error_in_a_step_is_at_most_that_step(configuration: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_error_at_any_operation_of_any_step_is_at_most_that_step(name: str, configuration: str) -> None:
+def test_error_at_any_operation_of_a_step_is_at_most_that_step(name: str, configuration: str) -> None:
     check_all(name, configuration, each=1)
 
 
 @pytest.mark.parametrize("configuration", ["full", "split"])
-def test_an_error_at_any_operation_of_a_backward_pass_leaves_nothing_scaled(configuration: str) -> None:
+def test_error_anywhere_in_a_backward_pass_leaves_nothing_scaled(configuration: str) -> None:
     loop = Loop("SGD", configuration)
     expected = [parameter.grad.clone() for parameter in loop.model.parameters()]  # type: ignore[union-attr]
     for at in range(1, 10**4):

@@ -143,7 +143,7 @@ def test_scales_of_keras() -> None:
     assert trace("." * 8, start=2.0, growth_interval=2)[-1] == 32.0
 
 
-def test_nan_is_never_applied_where_optax_applies_it_after_the_last_one_it_forgives() -> None:
+def test_nan_is_never_applied_as_optax_does_after_forgiving() -> None:
     model, optimizer = started(0.0, lr=1.0, max_consecutive_skips=3, init=1024.0)
     found = []
     for x in (1.0, BAD["n"], BAD["n"], 1.0, BAD["n"], BAD["n"]):

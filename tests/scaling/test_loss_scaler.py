@@ -183,7 +183,7 @@ def test_a_bad_state_is_refused_whole(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("scale", "x"), ("scale", 1e300), ("_growth_tracker", 2**40)])
-def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, value: Any) -> None:
+def test_bad_state_of_a_grad_scaler_is_refused_in_the_same_words(key: str, value: Any) -> None:
     optimizer = start(mlp(), "O2")
     before = mpinit.state_dict(optimizer)
     with pytest.raises(ValueError, match="nothing was loaded: loss_scaler0 has"):
@@ -213,7 +213,7 @@ def test_saved_scale_is_clamped_to_the_limits() -> None:
     assert scaler.state_dict() == {"loss_scale": 2.0**10, "unskipped": 0}
 
 
-def test_a_count_of_a_longer_interval_does_not_keep_the_scale_from_growing() -> None:
+def test_count_of_a_longer_interval_lets_the_scale_grow() -> None:
     scaler = LossScaler(RULE)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 1999})
     scaler.record_found_inf(torch.tensor(0.0))
