@@ -7,7 +7,7 @@
 #   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
 #   make test-oldest  a smaller part of it on the oldest torch that is supported, in .venv-oldest: 4 minutes on two cores
 #   make nightly    the long randomised runs that the test suite leaves out
-#   make docs       the site, into runs/site/
+#   make docs       the site, into runs/site/; installs Sphinx, and no framework
 #   make package    build, check and try the wheel and the source archive, in runs/package/
 #   make lines      count lines of Python, by folder
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
@@ -68,9 +68,13 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[test]"
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) "$(TORCH)" --editable ".[docs]"
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.torchvision pyproject.toml
 	$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[dev]"
-	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.bench
+	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.docs $(VENV)/.bench
 
 $(VENV)-newest/.test: OTHER_TORCH := $(NEWEST_TORCH)
 $(VENV)-oldest/.test: OTHER_TORCH := $(OLDEST_TORCH)
@@ -104,8 +108,9 @@ test-oldest: $(VENV)-oldest/.test
 nightly: $(VENV)/.dev
 	$(RUN_TESTS) $(PY) -m pytest -n $(WORKERS) -m nightly $(ARGS)
 
-docs: $(VENV)/.dev
+docs: $(VENV)/.docs
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
+	@echo "The site: $(CURDIR)/runs/site/index.html"
 
 package: $(VENV)/.dev
 	$(PY) .ci/package.py runs/package

@@ -204,7 +204,7 @@ def draw_worth(path: Path) -> None:
 MADE: Final[Mapping[str, Callable[[], str]]] = {"worth": worth, "worth_in_short": worth_in_short}
 PAGES: Final[Mapping[str, Path]] = {
     "worth": ROOT / "docs" / "explanation" / "masters.md",
-    "worth_in_short": ROOT / "README.md",
+    "worth_in_short": ROOT / "docs/how-to/sixteen-bit-checkpoint.md",
 }
 
 

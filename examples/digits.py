@@ -54,9 +54,9 @@ def run_all(options: argparse.Namespace, runs: list[Run], tuned: list[Tuned]) ->
         tuned.append(tune(way, saved, lowered(digits), schedule))
 
 
-def report(runs: list[Run], tuned: list[Tuned], fast: list[str]) -> str:
-    """All there is to say of what is done."""
-    parts = [filled(fast)]
+def report(runs: list[Run], tuned: list[Tuned]) -> str:
+    """The tables of what is done."""
+    parts = []
     if runs:
         parts += [table(runs), filled(remarks(runs, len(load_digits().test_labels)))]
     if tuned:
@@ -96,8 +96,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nInterrupted: this is what was done by then.", file=sys.stderr)
         status = 130
-    text = report(runs, tuned, fast)
-    print(f"\n{text}\n")
+    tables = report(runs, tuned)
+    print(f"\n{tables}\n")
+    text = f"{filled(fast)}\n\n{tables}"
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.txt").write_text(text + "\n", encoding="utf-8")
     if runs:

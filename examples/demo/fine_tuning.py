@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import tqdm
 from torch import nn
 
 import mpinit
 
 from .digits_data import Digits
 from .network import digits_net
+from .progress import Progress
 from .training import Run as Notes
 from .training import Schedule, accuracy_of, one_step
 
@@ -57,9 +57,13 @@ def tune(way: str, saved: Mapping[str, torch.Tensor], digits: Digits, schedule: 
     mpinit.initialize(model, optimizer, **WAYS[way])
     epochs = min(EPOCHS, schedule.epochs)
     notes = Notes(way)
-    for _ in tqdm.trange(epochs, desc=f"{way:20}", unit="epoch"):
-        for images, labels in digits.batches(schedule.batch_size, order):
-            one_step(notes, model, optimizer, images, labels)
+    steps = len(digits.train_images) // schedule.batch_size
+    with Progress(f"{way:20}", epochs, steps) as progress:
+        for _ in range(epochs):
+            for images, labels in digits.batches(schedule.batch_size, order):
+                one_step(notes, model, optimizer, images, labels)
+                progress.step()
+            progress.epoch(loss=f"{notes.losses[-1]:.4f}")
     bytes_each = sum(mpinit.audit(model, optimizer).bytes_per_parameter["now"].values())
     after = model.state_dict()  # float32, of the masters where there are any
     names = [name for name, _ in model.named_parameters()]
