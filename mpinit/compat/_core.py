@@ -48,8 +48,11 @@ def end_casts(session: Any) -> None:
     """End a session's casts of functions. Its optimizers go on: losses are scaled as before, by the same scalers."""
     models, optimizers, scalers = list(session.models), list(session.optimizers), list(session.scalers)
     properties = dict(session.properties) | {"patch_torch_functions": False, "verbosity": 0}
-    initialization.undo((*models, *optimizers)[0])
-    if optimizers:
+    if models or optimizers:
+        initialization.undo((*models, *optimizers)[0])
+    else:  # the script has dropped them all
+        session.undo()
+    if models and optimizers:
         start(models, optimizers, session.opt_level, properties)
         registry.session_of(optimizers[0]).scalers[:] = scalers
 

@@ -1,5 +1,6 @@
 """``amp.init``, apex's first interface: casts of functions, a handle that scales losses, and wrapped optimizers."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -498,6 +499,22 @@ def test_a_session_without_casts_goes_on_beside_a_later_one(level: str) -> None:
     dtypes = [model[0](torch.ones(1, 6)).dtype for model, _ in pairs]
     assert dtypes[1] == (HALF if level == "O1" else torch.bfloat16)
     torch.testing.assert_close(pairs[0][0][0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("kept", ["nothing", "optimizer"])
+def test_sessions_of_dropped_models_are_ended(kept: str) -> None:
+    model = network()
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    session = mpinit.registry.live()[-1]
+    handle = amp._amp_state.handle
+    if kept == "nothing":
+        del optimizer
+    del model
+    gc.collect()
+    handle._deactivate()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FLOAT
+    del session
 
 
 def test_a_loss_scale_of_nonsense_is_refused_and_nothing_changed() -> None:
