@@ -139,8 +139,8 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
     Between steps an optimizer's groups contain the model's own parameters, and a step uses their ``grad``, so that
     clipping over these does as well. The masters are the same objects in every iteration: a list of them can be kept.
-    After each backward pass a master's ``grad`` is its weight's. A master that is written to is rounded into its weight
-    at the next use of the model or an optimizer, and a gradient that is replaced on one of the two counts for both.
+    A master's ``grad`` is its weight's: assigning it is an error. A master that is written to is rounded into its weight
+    at the next use of the model or an optimizer.
 
     Args:
         optimizer: an initialised optimizer (or, where disabled, any).
@@ -255,8 +255,7 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
     """Load the loss scalers' state from :func:`state_dict`, or from a ``torch.amp.GradScaler``.
 
     A static scale does not change. A dynamic scale becomes the saved one. If the saved run did not scale losses, as at
-    O0 or O5, a dynamic scale is kept, with a warning. Modules that became float32 in the saved run, because their
-    forwards write to state, become float32 at once.
+    O0 or O5, a dynamic scale is kept, with a warning.
 
     Args:
         state: the state.

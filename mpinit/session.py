@@ -78,7 +78,7 @@ class Session:
         kind = SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters
         self.masters: FullMasters | SplitMasters = kind(Names(self.models), plan.properties.grad_dtype)
         self.casts = casting.Casts(self.masters)
-        self.copies = copies.Float32Copies(None)
+        self.copies = copies.Float32Copies(self.casts)
         self.writes = Writes(self.masters)
         self.scalers = [
             LossScaler(plan.loss_scale, loss_id, plan.properties.skip_nonfinite)
@@ -139,6 +139,7 @@ class Session:
 
         # Casts, and with them the state of weights without masters. The undo restores FSDP's policies first, then
         # dtypes; RNNs and FSDP read their weights again at last.
+        self.casts.note_16_bit(selection.came_in_16_bit)
         push(self.casts.widen_later_tensors)
         push(partial(casting.rebuild_flat_weights_of, self.models))
         if selection.gathered:
@@ -155,7 +156,6 @@ class Session:
             self.writes.buffers.list_buffers(index.named_modules)
         self.forwards = forward.patch_forwards(selection, plan, self.writes, self, self._undos)
         if selection.has_16_bit:
-            self.copies = copies.Float32Copies(self.casts, frozenset(map(id, selection.came_in_16_bit)))
             for optimizer in optimizers:
                 copies.set_on_optimizer(optimizer, self.copies, self._undos)
         push(partial(copies.remove_all, self.models))

@@ -59,6 +59,15 @@ class Casts:
         self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._names_before: set[str] = set()
 
+    def note_16_bit(self, before: Mapping[torch.Tensor, str]) -> None:
+        """Note the tensors that are 16-bit before the casts, with their names."""
+        self._before.update(before)
+        self._names_before = set(before.values())
+
+    def stays_16_bit(self, tensor: torch.Tensor) -> bool:
+        """Return whether the undo leaves a 16-bit tensor without a master as it is."""
+        return not self._widens_later or tensor in self._before
+
     @torch.no_grad()
     def cast_models(
         self,
@@ -78,9 +87,6 @@ class Casts:
             widened: parameters that become float32 and stay so after the undo.
         """
         self._widened = widened
-        before = [pair for pair in (*index.parameters, *index.buffers) if is_lower_precision(pair[1].dtype)]
-        self._names_before = {name for name, _ in before}
-        self._before |= {tensor for _, tensor in before}
         self._widens_later = any(map(is_lower_precision, targets.values()))
         mastered = {id(master.weight) for master in self.masters}
         places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}

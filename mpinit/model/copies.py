@@ -9,7 +9,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -31,28 +31,18 @@ _PACKAGE: Final = __name__.partition(".")[0]
 
 
 class Float32Copies:
-    """The copies that are made of a session's 16-bit tensors.
+    """The copies that are made of a session's 16-bit tensors."""
 
-    Args:
-        casts: the casts of the tensors; None where no tensor is cast, as at O1.
-        unchanged: the ids of tensors that were 16-bit before ``initialize``: without a master they stay it.
-    """
-
-    def __init__(self, casts: Casts | None, unchanged: Collection[int] = ()) -> None:
-        self._casts, self._unchanged = casts, unchanged
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
         # The id of a tensor -> its copy in the pickle that is being made, which keeps it alive.
         self._in_pickle: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def apply_writes(self) -> None:
-        """Round what users wrote to float32 values into the weights."""
-        if self._casts is not None:
-            self._casts.masters.apply_writes()
-
     def deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
         """Put a copy into the memo of a ``copy.deepcopy``."""
-        if not is_16_bit(tensor) or self._casts is None or is_sharded(tensor):
-            return
         known = memo.get(id(tensor))
+        if not is_16_bit(tensor) or is_sharded(tensor):
+            return
         if known is None:
             memo[id(tensor)] = self._copy(tensor)
         elif is_16_bit(known) and tensor.dtype == known.dtype:
@@ -60,7 +50,7 @@ class Float32Copies:
 
     def in_pickle(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy to pickle: the same one for all places of the tensor in one pickle."""
-        if not is_16_bit(tensor) or self._casts is None or is_sharded(tensor):
+        if not is_16_bit(tensor) or is_sharded(tensor):
             return tensor
         known = self._in_pickle.get(id(tensor))
         copied = None if known is None else known()
@@ -70,11 +60,11 @@ class Float32Copies:
         return copied
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        wide = None if self._casts is None else self._casts.values_of(tensor)
-        stays = wide is None and id(tensor) in self._unchanged
-        dtype = tensor.dtype if stays else torch.float32 if wide is None else wide.dtype
-        wide = (tensor if wide is None else wide).detach().to(dtype, copy=True)
-        return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+        values = self.casts.values_of(tensor)
+        stays = values is None and self.casts.stays_16_bit(tensor)
+        dtype = tensor.dtype if stays else torch.float32 if values is None else values.dtype
+        copied = (tensor if values is None else values).detach().to(dtype, copy=True)
+        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 class _ModuleCopies(OfModule):
@@ -88,7 +78,7 @@ class _ModuleCopies(OfModule):
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         plain = self._plain()
-        for tensor in _tensors_of(plain):
+        for _, tensor in own_tensors(plain):
             self.copies.deep_copy(tensor, memo)
         memo.setdefault(id(memo), []).append(plain)  # as copy.deepcopy does, so that no other object gets its id
         own: Callable[..., nn.Module] | None = getattr(type(plain), _DEEPCOPY, None)
@@ -109,7 +99,7 @@ class _ModuleCopies(OfModule):
 
     def _plain(self) -> nn.Module:
         """Return an object of the module's class with its attributes, but without those of mpinit."""
-        self.copies.apply_writes()
+        self.copies.casts.masters.apply_writes()
         module, plain = self.module, object.__new__(type(self.module))
         for name, value in vars(module).items():
             kept: Any = value
@@ -158,12 +148,8 @@ class _OptimizerCopies:
     def _present(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "a method of an optimizer is called while the optimizer is alive"
-        self._copies.apply_writes()
+        self._copies.casts.masters.apply_writes()
         return optimizer
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [tensor for _, tensor in own_tensors(module)]
 
 
 class _HooksOfShallowCopy(OrderedDict[int, Any]):
@@ -275,12 +261,3 @@ def remove_all(models: Iterable[nn.Module]) -> None:
     for model in models:
         for module in modules_of(model):
             remove_methods(module)
-
-
-def remove_hooks(module: nn.Module, key: int) -> None:
-    """Remove the methods of :func:`set_methods`, and the session's state-dict hooks, from a module."""
-    remove_methods(module)
-    hooks_on_saving: Any = module._state_dict_hooks
-    for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
-        hooks.pop(key, None)
-        hooks.pop(-key, None)

@@ -64,7 +64,10 @@ class Float32State:
         for_each(self._remove_from, list(self._modules))
 
     def _remove_from(self, module: nn.Module) -> None:
-        copies.remove_hooks(module, self.key)
+        copies.remove_methods(module)
+        on_saving: Any = module._state_dict_hooks
+        for hooks in (on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
+            hooks.pop(self.key, None)
         self._modules.discard(module)
 
     def add_hooks(self, tree: nn.Module) -> None:
