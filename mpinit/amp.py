@@ -74,9 +74,10 @@ def scale_loss(
     """Context manager around the backward pass: scales the loss, then unscales and checks the gradients.
 
     Gradients are ``parameter.grad`` of the model's own parameters, before and after. Those that are there on entry are
-    multiplied by the scale, so that autograd adds to them; on exit all are unscaled, float32 where there are masters.
-    After an inf or nan the next ``optimizer.step()`` does nothing and a dynamic scale backs off. After an exception in
-    the body gradients are unscaled too; what ``backward()`` had added by then stays, as in plain torch.
+    multiplied by the scale, so that autograd adds to them. On exit all are unscaled; with full masters they are float32
+    then, unless the scale is 1. If one is inf or nan, the next ``optimizer.step()`` is skipped, and a dynamic scale
+    backs off. After an exception in the body gradients are unscaled too; what ``backward()`` had added by then stays,
+    as in plain torch.
 
     Args:
         loss: a floating tensor.
@@ -139,8 +140,8 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
     Between steps an optimizer's groups contain the model's own parameters, and a step uses their ``grad``, so that
     clipping over these does as well. The masters are the same objects in every iteration: a list of them can be kept.
-    A master's ``grad`` is its weight's: assigning it is an error. A master that is written to is rounded into its weight
-    at the next use of the model or an optimizer.
+    After each backward pass a master's ``grad`` is its weight's; assigning it is an error. If you write to a master, it
+    is rounded into its weight at the next forward or step.
 
     Args:
         optimizer: an initialised optimizer (or, where disabled, any).
@@ -183,16 +184,16 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     process_group: Any = None,
 ) -> torch.Tensor:
-    """Clip the norm of all gradients the next step will use, in place; right at every level, over any meshes.
+    """Clip the gradients that the next step will use by their total norm, in place; shards of all ranks count.
 
-    The norm is computed in float32, also of 16-bit gradients (O3, split masters), where torch's function would have it
-    in 16 bit: in float16 a norm above 65,504 is inf, and all gradients become 0.
+    The norm is computed in float32, also of 16-bit gradients (O3, O5, split masters). torch's function computes it in
+    the gradients' dtype: in float16 a norm above 65,504 is inf, and all gradients become 0.
 
     Args:
         optimizer: an initialised optimizer.
         max_norm, norm_type, error_if_nonfinite, foreach: as in ``torch.nn.utils.clip_grad_norm_``.
-        process_group: ranks that have other parameters of the same model, one for each pipeline stage: the norm is
-            that of all of them. Default none; what is sharded over meshes is added up anyway.
+        process_group: the ranks that have the other pipeline stages of the same model, whose gradients count too.
+            Default None: the parameters of this process. Shards of FSDP2 and tensor parallelism count in any case.
 
     Returns:
         The total norm before clipping, of unscaled gradients, as a 0-dimensional float32 tensor on their device.

@@ -16,18 +16,16 @@ _open: Final[list[Session]] = []
 
 @contextmanager
 def float32_weights(owners: Any) -> Iterator[None]:
-    """Set the parameters and buffers of a session's models to their float32 values while the block runs.
+    """Make the parameters and buffers of initialised models float32 while the block runs, with the masters' values.
 
-    They read and write as float32, with every bit of the masters, at every level, and forwards compute in float32: for
-    averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. At the end the
-    numbers are rounded into the 16-bit weights, also after an exception. Blocks of the same models may be nested. Where
-    weights are float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in
-    float32).
+    Use it to average weights (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), to change them, to export and to
+    evaluate. Inside, forwards compute in float32. At the end the values are rounded into the 16-bit weights, also after
+    an exception, and masters keep every bit. Blocks of the same models may be nested. At O0 and O1 weights are float32
+    anyway, and nothing is done; with ``master_weights="model"`` only forwards change.
 
-    The block is about values. Parameters are other objects inside: read them from the model in the block, not before.
-    They may not be replaced, and may get no gradients, hooks or another ``requires_grad``. After a block a kept
-    parameter is the live master with full masters, and elsewhere empty. Needs 4 bytes per parameter where there are no
-    full masters.
+    The block is for values only. Inside, the parameters are other objects: get them from the model in the block, and do
+    not use them after it. Do not replace them, and give them no gradients, hooks or another ``requires_grad``. It needs
+    4 bytes per parameter where there are no full masters.
 
     Args:
         owners: an initialised model or optimizer, or a list or tuple of them.

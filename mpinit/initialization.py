@@ -82,7 +82,7 @@ def initialize(
 
     Args:
         models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
-        optimizers: an optimizer, a list or tuple; None for inference, or for an optimizer of your own.
+        optimizers: an optimizer, a list or tuple. None for inference, or if :func:`add_optimizers` gets them later.
         opt_level: "O0" (float32), "O1" (torch functions cast, default), "O2" (16-bit weights, float32 masters), "O3"
             (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
         enabled: False makes this and all other functions of mpinit do nothing for these objects.
@@ -107,8 +107,9 @@ def initialize(
         optimizer_state: what state is stored as between steps: "float32" (default), "bfloat16" or "int8".
         grad_dtype: torch.float32: gradients of 16-bit weights are float32 already in the backward pass. Default None:
             16-bit as autograd makes them; they become float32 where they are used.
-        await_optimizers: True: every trainable weight has a master, for optimizers of :func:`add_optimizers`.
-        process_group: ranks that skip steps together although they share no gradients, such as pipeline stages.
+        await_optimizers: True: optimizers are passed to :func:`add_optimizers` later, so every trainable weight gets a
+            master now.
+        process_group: ranks that must skip a step together though their gradients differ, such as pipeline stages.
         config: a TOML file's path, or a mapping with the names of these keywords and "opt_level".
         **others: none; a keyword that does not exist is refused, with the nearest name.
 
@@ -233,7 +234,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
 
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
-    """Undo what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
+    """Undo what :func:`initialize` did: weights become their float32 masters, bit for bit, and all patches go.
 
     A weight that has no master, because it is frozen or in no optimizer, keeps its 16-bit rounding.
 
@@ -242,7 +243,8 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
 
     Raises:
         ValueError: an object that is not initialised (any more).
-        RuntimeError: at O1 or O4 it was called inside of a ``torch.autocast`` block that began after ``initialize``.
+        RuntimeError: it was called in a ``scale_loss`` or ``float32_weights`` block, or at O1 or O4 in a
+            ``torch.autocast`` block that began after ``initialize``.
         Exception: a part of it has failed. Everything else was undone; call it again for the part that failed.
 
     Example:

@@ -104,10 +104,10 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
         return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
     where = f"module {module!r}" if module else "the model's own parameters"
     return (
-        f"Of what has inf or nan in its gradients, {where} comes last in the model, so the backward pass has probably "
-        "met it first: they were made there or in what its results go into: "
-        "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the operation. Keep its "
-        "module in float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
+        f"The backward pass probably reached {where} first, the last in the model whose gradients contain inf or nan: "
+        "it, or a part of the model that uses its output, computed them. `with mpinit.watch_overflow(model) as watch` "
+        "around the batch that was skipped names the operation. Then keep its module in float32 (keep_fp32), use "
+        "bfloat16 (opt_level='O5'), or lower the learning rate"
     )
 
 

@@ -54,9 +54,9 @@ _NOT_SCALED: Final = (
     "scaled_loss.backward()`; where a torch.amp.GradScaler scales them, use mpinit.GradScaler(optimizer) in its place"
 )
 _NO_GRADIENT: Final = (
-    "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. They are not those "
-    "that the model computes with (was it copied, or wrapped in something that replaces them, after the optimizer was "
-    "made?), or the loss makes no use of any"
+    "optimizer.step() does nothing: a loss was scaled, and no parameter of this optimizer has a gradient. Was "
+    "scaled_loss.backward() called? Does the loss use these parameters? Was the model copied, or wrapped in something "
+    "that replaces its parameters, after the optimizer was made?"
 )
 
 Closure = Callable[[], Any]
