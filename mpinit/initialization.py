@@ -17,6 +17,7 @@ from .config.properties import KeptInputs, KeptModules
 from .config.reading import DEFAULT_LEVEL, NO_PROPERTIES, PROPERTIES, Config, check_names, resolve
 from .distributed.ddp import compare_disabled
 from .distributed.sharding import is_distributed
+from .pretrained import save_in_float32
 from .session import Session
 
 # One of them, or a list or tuple: objects are returned with the type that they were passed with.
@@ -174,6 +175,8 @@ def start(
         try:
             session.apply(selection, optimizer_list, failed)
             registry.add(session)
+            if selection.has_16_bit:
+                save_in_float32(session, model_list)
             session.begin()
         except BaseException:
             failed.unwind()

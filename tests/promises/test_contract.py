@@ -15,6 +15,7 @@ import engines
 import pytest
 import torch
 import torch.distributed as dist
+from frameworks import let_torchvision_load, needs
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -1378,6 +1379,55 @@ def test_buffers_that_overlap_are_refused_with_the_ways_out() -> None:
     with pytest.raises(ValueError, match=r"shares memory.* \.clone\(\).* keep_fp32"):
         mpinit.initialize(model, sgd(model), "O5")
     assert model.first.dtype is torch.float32 and model[0].weight.dtype is torch.float32
+
+
+def test_plain_loop_over_bfloat16_llama_is_a_loop_by_hand() -> None:
+    let_torchvision_load()
+    transformers = needs("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    by_hand = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5")
+    assert model.model.rotary_emb.inv_freq.dtype is by_hand.model.rotary_emb.inv_freq.dtype is torch.float32
+    values = [nn.Parameter(parameter.detach().float()) for parameter in by_hand.parameters()]
+    own = torch.optim.AdamW(values, lr=1e-3)
+    for index in range(10):
+        # Each token once, so that no sum depends on its order.
+        x = torch.randperm(64, generator=torch.Generator().manual_seed(index))[:32].view(2, 16)
+        loss, expected = model(input_ids=x, labels=x).loss, by_hand(input_ids=x, labels=x).loss
+        assert loss.item() == expected.item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.backward()
+        for value, parameter in zip(values, by_hand.parameters(), strict=True):
+            value.grad, parameter.grad = parameter.grad.float(), None
+        own.step()
+        with torch.no_grad():
+            for value, parameter in zip(values, by_hand.parameters(), strict=True):
+                parameter.copy_(value)
+    state = model.state_dict()
+    for (name, _), value in zip(by_hand.named_parameters(), values, strict=True):
+        assert torch.equal(state[name], value), name
+
+
+def test_kept_names_of_parameters_mean_the_same_at_every_store() -> None:
+    outputs = []
+    for masters in (True, "split", "model"):
+        torch.manual_seed(0)
+        model = Rotated().float()
+        mpinit.initialize(
+            model, sgd(model), "O5", master_weights=masters, keep_fp32=["norm.weight", "norm.bias", "table"]
+        )
+        seen: list[torch.dtype] = []
+        model.norm.register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.dtype))  # type: ignore[misc]
+        model.inner.register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.dtype))  # type: ignore[misc]
+        outputs.append(model(torch.ones(2, 8)))
+        assert seen == [torch.bfloat16, torch.float32]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 # -- Rule 14: modules that compute in float32 --------------------------------------------------------------------------

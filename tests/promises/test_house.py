@@ -129,7 +129,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("session",),
     ("registry",),
     ("checks",),
-    ("checkpoint", "in_float32"),
+    ("checkpoint", "in_float32", "pretrained"),
     ("initialization", "grad_scaler", "train_state"),
     ("amp",),
     ("inspect",),
