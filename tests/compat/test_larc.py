@@ -137,7 +137,7 @@ def test_options(level: str, options: dict[str, Any]) -> None:
         by_hand.assert_equal(model)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_scheduler_and_a_new_group(level: str) -> None:
     model, data = network(), batches(8)
 
@@ -230,7 +230,7 @@ def test_an_overflow_skips_the_step(level: str, wraps: str) -> None:
     assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_resumed_training_is_equal_to_the_bit(level: str) -> None:
     data = batches(6)
     models = [network(), network()]
