@@ -37,7 +37,7 @@ def basic():
 
 def return_value_ignored():
     model = common.make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=common.EPS)
     amp.initialize(model, optimizer, opt_level=common.LEVEL)
     optimizer.zero_grad()
     optimizer.step()  # before training, as scripts do that build a scheduler
@@ -86,8 +86,8 @@ def accumulation():
 
 def gan_with_three_losses():
     net_d, net_g = common.make_model(seed=1), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer_d = torch.optim.Adam(net_d.parameters(), lr=0.01)
-    optimizer_g = torch.optim.Adam(net_g.parameters(), lr=0.01)
+    optimizer_d = torch.optim.Adam(net_d.parameters(), lr=0.01, eps=common.EPS)
+    optimizer_g = torch.optim.Adam(net_g.parameters(), lr=0.01, eps=common.EPS)
     [net_d, net_g], [optimizer_d, optimizer_g] = common.start([net_d, net_g], [optimizer_d, optimizer_g], num_losses=3)
     criterion = nn.BCEWithLogitsLoss()
     before = [p.detach().clone() for net in (net_d, net_g) for p in net.parameters()]

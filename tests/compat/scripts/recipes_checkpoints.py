@@ -4,7 +4,7 @@ import io
 
 import torch
 from apex import amp
-from recipe_setup import LEVEL, backward, batches, loss_of, make_model, refused, start
+from recipe_setup import EPS, LEVEL, backward, batches, loss_of, make_model, refused, start
 
 
 def checkpointing():
@@ -50,7 +50,7 @@ def resuming_as_language_models_do():
 
     def fresh():
         model = make_model(batchnorm=False)
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01, eps=EPS)
 
     def train(model, optimizer, data):
         for batch in data:

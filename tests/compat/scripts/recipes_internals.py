@@ -5,7 +5,7 @@ import gc
 import torch
 import torch.nn as nn
 from apex import amp
-from recipe_setup import DYNAMIC, LEVEL, MASTERS, backward, batches, loss_of, make_model, refused, start, started
+from recipe_setup import DYNAMIC, EPS, LEVEL, MASTERS, backward, batches, loss_of, make_model, refused, start, started
 
 
 def live_state():
@@ -69,7 +69,7 @@ def tolerance():
     optimizer.step()
 
     before = {name: value.clone() for name, value in student.state_dict().items()}
-    second = torch.optim.Adam(student.parameters(), lr=0.01)  # fine-tuning, in the same process
+    second = torch.optim.Adam(student.parameters(), lr=0.01, eps=EPS)  # fine-tuning, in the same process
     student, second = start(student, second)
     assert LEVEL == "O3" or all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
     backward(loss_of(student, (x, wanted)), second)
