@@ -44,7 +44,7 @@ class Fidelity:
         share: share of the numbers that differ by more than the tolerance, 0 to 1.
         equal: share of the numbers that are equal, 0 to 1.
         first_module: the dotted name of the first module to return whose result differed. "" is the model itself; None:
-            no result differed. Of a compiled model, the first that differs when it is compiled by itself.
+            no result differed, or the model is compiled.
         tolerance: the tolerance of the call.
         served: the name of the served model's dtype.
         compiled: whether the model that is trained is compiled.
@@ -133,8 +133,7 @@ def fidelity(
         restore()
         with CastsOff(), plain as running:
             dtype = next((p.dtype for p in running.parameters() if p.is_floating_point()), dtype)
-            cast = cast_tree(copied_inputs(inputs, keywords), dtype)
-            expected, known = _run(running, *cast)
+            expected, known = _run(running, *cast_tree(copied_inputs(inputs, keywords), dtype))
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
     if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
@@ -145,9 +144,6 @@ def fidelity(
     differences = torch.cat([_difference(a, b).reshape(-1) for a, b in zip(one, other, strict=True)])
     parted = (name for name, result in seen.items() if name in known and not _are_equal(result, known[name]))
     first_module = next(parted, None)
-    if to_train is not None and served is None and bool(differences.any()):
-        with same_random_numbers(), CastsOff():
-            first_module = _first_that_compiles_to_other_bits(_served(model, dtype), *cast)
     return Fidelity(
         mean=float(differences.mean()),
         largest=float(differences.max()),
@@ -172,36 +168,6 @@ def _compiled(model: nn.Module) -> nn.Module | None:
         )
     is_compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
     return model if is_compiled else None
-
-
-def _first_that_compiles_to_other_bits(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> str | None:
-    """Compile each module by itself, on the inputs that it has in the eager model, parts before wholes.
-
-    Modules of the same class, with parameters and inputs of the same shapes, compile to the same code: one is compiled.
-    The model itself, which is known to differ, is not.
-    """
-    calls: dict[str, tuple[nn.Module, Any, Any]] = {}
-    names = {module: name for name, module in model.named_modules()}
-
-    def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.setdefault(names[module], (module, copied_inputs(args, kwargs), output))
-
-    hooks = [module.register_forward_hook(called, with_kwargs=True) for module in names]
-    model(*inputs, **keywords)
-    for hook in hooks:
-        hook.remove()
-    seen = set()
-    whole = calls.pop("", None)
-    for name, (module, (args, kwargs), output) in calls.items():
-        shapes = [(tuple(x.shape), x.dtype) for x in (*module.parameters(), *floating_tensors((args, kwargs)))]
-        kind = (type(module), module.extra_repr(), str(shapes))
-        if kind in seen:
-            continue
-        seen.add(kind)
-        found = torch.compile(module)(*args, **kwargs)
-        if not _are_equal(list(floating_tensors(found)), list(floating_tensors(output))):
-            return name
-    return None if whole is None else ""
 
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:

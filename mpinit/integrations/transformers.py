@@ -162,14 +162,6 @@ def _tuned(model: Any) -> list[str]:
     return found
 
 
-def _cast_type(opt_level: str, properties: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of weights that a level and keywords ask for; None where they cast none."""
-    asked = properties.get("cast_model_type", amp.OPT_LEVELS[opt_level].cast_model_type)
-    if asked is None or asked is False or str(asked) in ("None", "False"):
-        return None
-    return parse_dtype(asked)
-
-
 def _initialize_new_model(
     again: Callable[[], None], own_methods: dict[str, Any], trainer: Any, trial: Any = None
 ) -> Any:
