@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -71,7 +72,7 @@ class Initialize:
     LEVELS: Final = {
         "O1": {"opt_level": "O1"},
         "O2": {"opt_level": "O2"},
-        "O2 again": {"opt_level": "O2"},
+        "O2_again": {"opt_level": "O2"},
         "O5, split": {"opt_level": "O5", "master_weights": "split"},
         'O5, "model"': {"opt_level": "O5", "master_weights": "model"},
     }
@@ -102,7 +103,7 @@ class Import:
     CODE: Final = "import time, torch; begin = time.process_time(); import mpinit; print(time.process_time() - begin)"
 
     def __init__(self, name: str, device: str) -> None:
-        self.seconds(1)  # writes bytecode
+        """Take no preparation: the process that measures has imported mpinit, which has written its bytecode."""
 
     def seconds(self, count: int) -> float:
         command = [sys.executable, "-c", self.CODE]
@@ -219,7 +220,7 @@ class Launches:
         with simulated_device.autocast_list():
             for way in WAYS:
                 # Only a fused step skips by itself, which the loop by hand relies on in float16.
-                if way not in ("fp32_again", "split_int8") and (form, way) != ("foreach", "hand_fp16"):
+                if not way.endswith("_again") and way != "split_int8" and (form, way) != ("foreach", "hand_fp16"):
                     made = build(way, make_task(size, "sim", form))
                     for _ in range(4):
                         with simulated_device.counted() as counts:
@@ -237,19 +238,8 @@ class Launches:
 
 # -- the table of workloads -------------------------------------------------------------------------------------------
 
-_CONTROL: Final = ("fp32", "fp32_again")
-_BF16: Final = ("amp_bf16", "hand_bf16", "o4", "o5", "split", "model")
-_FP16: Final = ("amp_fp16", "hand_fp16", "o1", "o2", "o2_model")
-
-
-def _with(extras: Iterable[str], others: Iterable[str], ours: Iterable[str]) -> tuple[str, ...]:
-    theirs = dict.fromkeys(extra.partition("_")[0] for extra in extras)
-    names = [f"{way}+{extra}" for way in others for extra in theirs]
-    # Split masters yield the 16-bit weights, which nobody averages.
-    names += [f"{way}+{extra}" for way in ours for extra in extras if (way, extra) != ("split", "ema_masters")]
-    return tuple(names)
-
-
+_BF16: Final = ("hand_bf16", "hand_bf16_again", "amp_bf16", "o4", "o5", "split", "model")
+_FP16: Final = ("hand_fp16", "hand_fp16_again", "amp_fp16", "o1", "o2", "o2_model")
 _LOOPS: Final = {
     "clip": ("clip", "clip_masters", "clip_model"),
     "accumulation": ("accumulation",),
@@ -258,47 +248,53 @@ _LOOPS: Final = {
 }
 
 
+def _loop(extras: tuple[str, ...]) -> tuple[str, ...]:
+    names = [f"{way}+{extras[0]}" for way in ("hand_bf16", "hand_bf16_again", "hand_fp16")]
+    return (*names, *(f"{way}+{extra}" for way in ("o5", "o2") for extra in extras))
+
+
+@dataclass(frozen=True)
 class Workload:
     """Ways that are measured together.
 
     Attributes:
         case: (name of a way, device) -> the case.
-        timed: whether its ways take turns; otherwise a single process of each answers with counts.
-        devices: where it is measured.
+        turns: how many turns the ways take in a round; 0: a single process of each answers with counts.
+        only: the device that it is measured on; "": on every one.
         start: how its processes start.
     """
 
-    start = "fork"
-
-    def __init__(self, title: str, names: Iterable[str], case: Any, *, timed: bool = True, only: str = "") -> None:
-        self.title, self.names, self.case, self.timed = title, tuple(names), case, timed
-        self.devices = (only,) if only else ("cpu", "cuda")
+    title: str
+    names: tuple[str, ...]
+    case: Any
+    turns: int = 12
+    only: str = ""
+    start: str = "fork"
 
 
 def workloads(quick: bool = False) -> dict[str, Workload]:
     """Return all workloads by name; ``quick`` ones are tiny, to try that everything runs."""
     launch, weights, modules = (QUICK, QUICK, 4) if quick else (LAUNCH, WEIGHTS, 1000)
-    found = {}
-    for key, size, title in (("launch", launch, "launch-bound"), ("weights", weights, "16 M weights")):
-        for dtype, names in (("bf16", _BF16), ("fp16", _FP16)):
-            name = f"{key}_{dtype}"
-            found[name] = Workload(f"{title}, {_dtype(dtype)}", (*_CONTROL, *names), partial(Iterations, size=size))
+    found = {
+        "launch_bf16": Workload("launch-bound, bfloat16", _BF16, partial(Iterations, size=launch)),
+        "launch_fp16": Workload("launch-bound, float16", _FP16, partial(Iterations, size=launch)),
+    }
+    plain = partial(Iterations, size=launch | {"norms": False})
+    names = ("amp_bf16", "amp_bf16_again", "o4", "amp_fp16", "o1")
+    found["plain"] = Workload("launch-bound, without norms", names, plain)
+    names = ("hand_bf16", "hand_bf16_again", "o5", "split", "hand_fp16", "o2")
+    found["weights"] = Workload("16 M weights", names, partial(Iterations, size=weights))
     for kind, extras in _LOOPS.items():
-        names = _with(extras, ("hand_bf16", "amp_bf16"), ("o5", "split"))
-        names += _with(extras, ("hand_fp16", "amp_fp16"), ("o2",))
-        found[f"loops_{kind}"] = Workload(kind, (*_CONTROL, *names), partial(Iterations, size=launch))
+        found[f"loops_{kind}"] = Workload(kind, _loop(extras), partial(Iterations, size=launch))
     compiled = partial(Iterations, size={"layers": 3, "width": 256, "norms": False}, compiled=True)
-    found["compiled"] = Workload("compiled", (*_CONTROL, "amp_bf16", "o4", "o5", "split"), compiled)
-    found["initialize"] = Workload("initialize", Initialize.LEVELS, partial(Initialize, modules=modules))
-    found["import"] = Workload("import", ("mpinit", "mpinit again"), Import, only="cpu")
-    memory = ("fp32", "amp_fp16", "hand_bf16", "o2", "o5", "split", "split_int8", "model")
-    found["memory"] = Workload("memory", memory, partial(Memory, size=weights), timed=False)
+    names = ("amp_bf16", "amp_bf16_again", "o4", "o5", "split")
+    found["compiled"] = Workload("compiled", names, compiled)
+    found["initialize"] = Workload("initialize", (*Initialize.LEVELS,), partial(Initialize, modules=modules), turns=4)
+    found["import"] = Workload("import", ("mpinit", "mpinit_again"), Import, turns=1, only="cpu")
+    names = ("fp32", "amp_fp16", "hand_bf16", "o2", "o5", "split", "split_int8", "model")
+    found["memory"] = Workload("memory", names, partial(Memory, size=weights), turns=0)
     for form in ("fused", "foreach"):
         # Accelerators do not survive a fork: one new interpreter counts all ways.
-        found[f"launches_{form}"] = Workload(form, ("all",), partial(Launches, form=form), timed=False, only="cpu")
-        found[f"launches_{form}"].start = "spawn"
+        case = partial(Launches, form=form)
+        found[f"launches_{form}"] = Workload(form, ("all",), case, turns=0, only="cpu", start="spawn")
     return found
-
-
-def _dtype(short: str) -> str:
-    return {"bf16": "bfloat16", "fp16": "float16"}[short]
