@@ -1,18 +1,19 @@
 """Full masters: for each 16-bit weight a float32 tensor of its own, 4 bytes per parameter."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import as_float32
+from ..basics.bulk import consume
 from ..basics.modules import Names
 from ..basics.running import without_gradients
 from ..distributed.sharding import local, set_data, sharded_as
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, versions_of
 from .law import is_rounding, meaning
-from .masters import Gradients, Master, MasterBatch, Masters
+from .masters import Master, MasterBatch, Masters
 
 _BOTH: Final = (
     "the weight {!r} and its float32 master were both written to, differently, since the last step: write to one of "
@@ -86,16 +87,18 @@ class FullMaster(Master):
     """A weight and its float32 tensor.
 
     Attributes:
-        seen: the versions of the weight and of the master when the one was last the other's rounding.
+        seen: the version of the weight when it was last the master's rounding.
+        given: the version of the master at that time; None while no user can have it.
         is_compared: whether the two were compared by value since the master was made.
         handed_out: the master as users have it; None until :meth:`FullMasters.hand_out`.
     """
 
-    __slots__ = ("handed_out", "is_compared", "seen")
+    __slots__ = ("given", "handed_out", "is_compared", "seen")
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         super().__init__(weight, parameter)
-        self.seen = (0, 0)
+        self.seen = 0
+        self.given: int | None = None
         self.is_compared = False
         self.handed_out: MasterParameter | None = None
 
@@ -128,6 +131,11 @@ class FullMasters(Masters):
         set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(dtype))
         assert isinstance(master, FullMaster)
         _see([master])
+
+    @property
+    def has_handed_out(self) -> bool:
+        """Whether users may have masters."""
+        return bool(self._handed_out)
 
     def is_cast(self, master: Master) -> bool:
         """Return whether the weight has been cast: until then it shares its memory with the master."""
@@ -174,9 +182,11 @@ class FullMasters(Masters):
             RuntimeError: a weight and its master were both written to, and differ.
         """
         self.check_data()
-        weights, parameters = _versions(masters)
-        now = list(zip(weights, parameters, strict=True))
-        moved = [m for m, versions in zip(masters, now, strict=True) if m.seen != versions]
+        moved = [
+            master
+            for master, weight, parameter in zip(masters, *_versions(masters), strict=True)
+            if master.seen != weight or (master.given is not None and master.given != parameter)
+        ]
         new = [master for master in masters if not master.is_compared] if compares else []
         for master in {id(each): each for each in (*moved, *new)}.values():
             if not self.is_cast(master) or master.weight.is_meta:
@@ -197,7 +207,7 @@ class FullMasters(Masters):
         if self._handed_out:
             parameters = versions_of([master.parameter for master in self._handed_out])
             pairs = zip(self._handed_out, parameters, strict=True)
-            written = [master for master, version in pairs if master.seen[1] != version]
+            written = [master for master, version in pairs if master.given != version]
             if written:
                 self.follow(written)
 
@@ -207,8 +217,8 @@ class FullMasters(Masters):
 
     @staticmethod
     def _moved(master: FullMaster) -> tuple[bool, bool]:
-        weights, parameters = _versions([master])
-        return weights[0] != master.seen[0], parameters[0] != master.seen[1]
+        (weight,), (parameter,) = _versions([master])
+        return weight != master.seen, master.given is not None and parameter != master.given
 
     @staticmethod
     def _move(master: FullMaster) -> None:
@@ -242,8 +252,10 @@ class FullMasters(Masters):
 
     def count_writes(self, masters: Sequence[FullMaster]) -> None:
         """Let writes to masters count from now on, because users may have them."""
-        known = set(map(id, self._handed_out))
-        self._handed_out += [master for master in masters if id(master) not in known]
+        for master in masters:
+            if master.given is None:
+                master.given = _versions([master])[1][0]
+                self._handed_out.append(master)
 
 
 @final
@@ -256,15 +268,26 @@ class _Batch(MasterBatch):
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(master.is_sharded for master in masters)
+        self._are_compared = False
+        # The versions of all weights when these were last rounded.
+        self._seen: list[int] = []
+        # What these will be after the next write(), where that is known.
+        self._next: list[int] = []
 
     @without_gradients
     def read(self) -> None:
-        self._owner.follow(self._masters, compares=True)
+        owner = self._owner
+        owner.check_data()
+        is_fast = self._are_compared and not self._are_sharded and not owner.has_handed_out
+        if is_fast and versions_of(self._weights) == self._seen:
+            # No weight was written to, and nobody has a master. write() will write to each weight once.
+            self._next = [version + 1 for version in self._seen]
+            return
+        owner.follow(self._masters, compares=True)
+        self._are_compared, self._next = True, []
 
-    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        if {gradient.dtype for gradient in gradients if gradient is not None} <= {torch.float32}:
-            return list(gradients)
-        return [None if gradient is None else as_float32(gradient) for gradient in gradients]
+    def widened(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return gradients  # those of weights with full masters are float32 by now
 
     @without_gradients
     def write(self) -> None:
@@ -272,15 +295,18 @@ class _Batch(MasterBatch):
             torch._foreach_copy_(list(map(local, self._weights)), list(map(local, self._parameters)))
         elif self._masters:
             torch._foreach_copy_(self._weights, self._parameters)
-        _see(self._masters)
+        # A wrong number would only let the next step compare by value.
+        self._seen, self._next = self._next or versions_of(self._weights), []
+        if self._are_sharded or self._owner.has_handed_out:
+            _see(self._masters)
+        else:
+            consume(map(setattr, self._masters, repeat("seen"), self._seen))
 
 
 def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
     """Return the versions of the masters' weights, and of the masters; of sharded ones with those of the shards."""
-    weights = [master.weight for master in masters]
-    parameters = [master.parameter for master in masters]
-    found = versions_of(weights), versions_of(parameters)
-    for index, master in enumerate(masters) if any([master.is_sharded for master in masters]) else ():  # noqa: C419
+    found = versions_of([m.weight for m in masters]), versions_of([m.parameter for m in masters])
+    for index, master in enumerate(masters):
         if master.is_sharded:
             for versions, tensor in zip(found, (master.weight, master.parameter), strict=True):
                 versions[index] += tensor._local_tensor._version  # type: ignore[attr-defined]
@@ -290,4 +316,6 @@ def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
 def _see(masters: Sequence[FullMaster]) -> None:
     """Record that weights are their masters' roundings now."""
     for master, weight, parameter in zip(masters, *_versions(masters), strict=True):
-        master.seen = weight, parameter
+        master.seen = weight
+        if master.given is not None:
+            master.given = parameter

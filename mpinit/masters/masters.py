@@ -14,8 +14,6 @@ from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_data
 from ..torch_internals.parameter_data import has_other_data, remove_if_unused, unwatch, watch
 
-Gradients = Sequence[torch.Tensor | None]
-
 IN_FLOAT32: Final = (
     "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
     "date: move it before or after the with-block"
@@ -66,7 +64,7 @@ class MasterBatch(ABC):
         """Set every master to the float32 values that its weight means, by the law."""
 
     @abstractmethod
-    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+    def widened(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the weights' gradients in float32, for the masters; between :meth:`read` and :meth:`write`."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ from ..distributed.sharding import (
 )
 from .arithmetic import Arithmetic
 from .law import join, round_half_away
-from .masters import Gradients, Master, MasterBatch, Masters
+from .masters import Master, MasterBatch, Masters
 
 # Float32 memory of up to this size is kept between steps: for small weights its layout needs more time than the step.
 _KEPT_BYTES: Final = 16 * 2**20
@@ -206,7 +206,7 @@ class _Bucket(MasterBatch):
         set_all_local_data(self._parameters, self._values, self._are_sharded)
 
     @without_gradients
-    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+    def widened(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         arrived = list(gradients)
         if self._are_sharded:
             arrived = [

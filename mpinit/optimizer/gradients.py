@@ -1,176 +1,163 @@
 """The gradients of one optimizer's parameters: scaled, unscaled, widened and checked.
 
 Autograd makes gradients in the weights' dtype. The weights have no ``grad_dtype``, so that a float32 gradient stays
-float32 when a 16-bit one is added. At the end of a ``scale_loss`` block that scales, at the beginning of the next one,
-or else at the step, 16-bit gradients of weights with masters are replaced by float32 ones, a bucket at a time. Inside a
-DistributedDataParallel, whose buckets have the weights' dtype, they are rounded to it again before another pass.
+float32 when a 16-bit one is added. At the end of every ``scale_loss`` block, or else at the step, 16-bit gradients of
+weights with full masters are replaced by float32 ones, a bucket at a time. Inside a DistributedDataParallel, whose
+buckets have the weights' dtype, they are rounded to it again before another pass.
 
 Whether a step is skipped is decided as in ``torch.amp``. Gradients are checked for inf and nan once, where they are
 unscaled. The next step uses the result. A step without a result checks the gradients that it is about to use.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 import torch
 from torch import nn
 
 from ..basics import products
-from ..basics.bulk import are_alike, are_plain, grads_of, set_grads
+from ..basics.bulk import are_plain, grads_of, have_grads, set_grads
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.running import without_gradients
 from ..distributed.sharding import dense_views
 
 # The bytes of float32 gradients that are made at a time. The 16-bit ones are freed before the next are made.
 _BUCKET_BYTES: Final = 16 * 2**20
+_DTYPE: Final = attrgetter("dtype")
 
 
 class Gradients:
     """The gradients of some parameters, each in ``weight.grad``.
 
     Attributes:
-        weights: the parameters; always the same list.
+        weights: the parameters.
         is_scaled: whether a block is open in which they are multiplied by a loss scale.
+        is_open: whether a block is open for them, at any scale.
+        were_empty: whether there were none at the beginning of the last block.
         found_inf: whether gradients contained inf or nan in one of the blocks since the last step, as a 0-dimensional
             tensor, above 0 if so; None without a check.
         is_fresh: whether such a check was made since the last step.
+        widens: whether 16-bit gradients of weights with masters become float32 at the end of a block. Those of split
+            masters, which are to save memory, do in the step.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], mastered: Sequence[nn.Parameter], widens_at_end: bool) -> None:
-        self.weights = weights
-        self.is_scaled = False
+    def __init__(self, widens: bool) -> None:
+        self.weights: Sequence[nn.Parameter] = []
+        self.is_scaled = self.is_open = self.were_empty = False
         self.found_inf: torch.Tensor | None = None
         self.is_fresh = False
-        # The weights with masters, whose gradients become float32.
-        self._mastered = mastered
-        # Whether they do at the end of a block. Those of split masters, which are to save memory, do in the step.
-        self.widens_at_end = widens_at_end
+        self.widens = widens
+        self._mastered: Sequence[nn.Parameter] = []
+        self._plain: Sequence[nn.Parameter] = []
+        # The weights with masters, in buckets.
+        self._buckets: list[Bucket] = []
+
+    def set_weights(
+        self, weights: Sequence[nn.Parameter], mastered: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
+    ) -> None:
+        """Set the parameters, those of them with masters, and their full masters (split ones: the weights again)."""
+        ids = set(map(id, mastered))
+        self.weights, self._mastered = weights, mastered
+        self._plain = [weight for weight in weights if id(weight) not in ids]
+        self._buckets = in_buckets(mastered, masters)
 
     def present(self) -> list[torch.Tensor]:
         """Return the gradients that are not None."""
-        return [gradient for gradient in grads_of(self.weights) if gradient is not None]
+        return _present(grads_of(self.weights))
+
+    # -- around a block -------------------------------------------------------------------------------------------
 
     @without_gradients
-    def begin(self, scale: torch.Tensor | None, done: set[int], in_ddp: bool) -> torch.Tensor | None:
+    def begin(self, scale: torch.Tensor | None, done: set[int] | None, in_ddp: bool) -> torch.Tensor | None:
         """Begin a block: multiply gradients by its scale, so that the gradients of the scaled loss can be added.
 
         Args:
             scale: the scale, 0-dimensional; None: 1.
-            done: ids of gradients that were multiplied already in this pass, as those of another optimizer.
+            done: ids of gradients that were multiplied already in this pass, as those of another optimizer; None: there
+                is no other.
             in_ddp: whether a DistributedDataParallel is around the model.
 
         Returns:
             Whether they contained inf or nan before the block, 0-dimensional; None without gradients or a scale.
         """
-        if not self.present():
-            self.found_inf, self.is_fresh = None, False
-            self.is_scaled = scale is not None
+        self.is_open, self.is_scaled = True, scale is not None
+        self.were_empty = not have_grads(self.weights)
+        if self.were_empty:
+            self.consume()
             return None
-        before = None
         try:
             if not in_ddp:
                 self.widen()
-            if scale is not None:
-                self.is_scaled = True
-                before = self._multiply(scale, done)
+            found = None if scale is None else _multiply(self.present(), scale, done)
             if in_ddp:
                 self._round(done)
         except BaseException:
             self.drop()
             raise
-        return before
+        return found
 
     @without_gradients
-    def end(self, inverse: torch.Tensor | None, done: set[int], checks: bool) -> torch.Tensor | None:
+    def end(self, inverse: torch.Tensor | None, done: set[int] | None, checks: bool) -> torch.Tensor | None:
         """End a block: widen gradients, multiply them by the reciprocal of its scale, and check them, in one pass.
 
         Args:
-            inverse: the reciprocal, 0-dimensional; None: 1, and nothing is done.
+            inverse: the reciprocal, 0-dimensional; None: 1, and nothing is multiplied or checked.
             done: as in :meth:`begin`.
             checks: whether steps are skipped after inf or nan.
 
         Returns:
             Whether they contain inf or nan, 0-dimensional; None without gradients or a check.
         """
+        factor = inverse if self.is_scaled else None
+        found = None
         try:
-            found = None
-            if inverse is not None and self.is_scaled:
-                found = self._multiply(inverse, done, self.widens_at_end)
+            others = _present(grads_of(self._plain if self.widens else self.weights))
+            for bucket in self._buckets if self.widens else ():
+                wide, are_new = widened(bucket)
+                if factor is not None and are_new and not others and done is None and _are_on(wide, factor.device):
+                    found = any_of(found, _unscale(wide, factor))  # they are plain, as they were made here
+                elif factor is not None:
+                    found, others = any_of(found, _multiply([*wide, *others], factor, done)), []
+            if factor is not None and others:
+                found = any_of(found, _multiply(others, factor, done))
         except BaseException:
             self.drop()
             raise
-        self.is_scaled = False
-        if checks and found is not None:
-            self.found_inf = any_of(self.found_inf, found)
-            self.is_fresh = True
-            return found
-        return None
-
-    def _multiply(self, factor: torch.Tensor, done: set[int], widens: bool = False) -> torch.Tensor | None:
-        """Multiply the gradients, each once in a pass, and return whether they contained inf or nan before."""
-        found = None
-        widened: set[int] = set()
-        for wide in self._widened() if widens else ():
-            found = any_of(found, multiply_and_check_(wide, factor))
-            widened.update(map(id, wide))
-        others = self.present()
-        others = [gradient for gradient in others if id(gradient) not in widened] if widened else others
-        fresh = [gradient for gradient in others if id(gradient) not in done] if done else others
-        found = any_of(found, multiply_and_check_(fresh, factor))
-        if len(fresh) < len(others):
-            found = any_of(found, check([gradient for gradient in others if id(gradient) in done]))
-        done.update(widened, map(id, fresh))
+        self.is_scaled = self.is_open = False
+        if not checks or found is None:
+            return None
+        self.found_inf, self.is_fresh = any_of(self.found_inf, found), True
         return found
 
     def drop(self) -> None:
         """Clear all gradients, because some of them may be multiplied by a scale and others not."""
         set_grads(list(self.weights), [None] * len(self.weights))
-        self.is_scaled, self.found_inf, self.is_fresh = False, None, False
+        self.is_scaled = self.is_open = False
+        self.consume()
 
-    @without_gradients
-    def widen(self) -> None:
-        """Replace 16-bit gradients of weights with masters by float32 ones."""
-        for _ in self._widened(with_views=self.widens_at_end):
-            pass
-
-    def _widened(self, with_views: bool = True) -> Iterator[list[torch.Tensor]]:
-        """Widen gradients a bucket at a time, and yield the float32 gradients of each bucket.
-
-        Args:
-            with_views: whether also those that are views, as of a flat buffer of the user's, which has to keep them.
-        """
-        pairs = zip(self._mastered, grads_of(self._mastered), strict=True)
-        weights = [weight for weight, gradient in pairs if gradient is not None and gradient.dtype in LOWER_PRECISION]
-        weights = weights if with_views else [w for w in weights if w.grad is not None and not w.grad._is_view()]
-        begin, sizes = 0, list(map(torch.Tensor.numel, weights))
-        while begin < len(weights):
-            end = len(weights)
-            if 4 * sum(sizes[begin:]) > _BUCKET_BYTES:
-                end, room = begin, _BUCKET_BYTES
-                while end < len(weights) and room > 0:
-                    room -= 4 * sizes[end]
-                    end += 1
-            bucket = weights[begin:end]
-            wide = _in_float32(grads_of(bucket))
-            try:
-                set_grads(bucket, list(wide))
-            except RuntimeError:  # swap_tensors has exchanged the grad_dtype of a weight, too
-                for weight, gradient in zip(bucket, wide, strict=True):
-                    weight.grad, weight.grad_dtype = None, None
-                    weight.grad = gradient
-            yield wide
-            begin = end
-
-    def _round(self, done: set[int]) -> None:
+    def _round(self, done: set[int] | None) -> None:
         """Round float32 gradients to the weights' dtype, in which DistributedDataParallel reduces them."""
         for weight in self._mastered:
             gradient = weight.grad
             if gradient is not None and gradient.dtype is not weight.dtype and weight.grad_dtype is None:
                 rounded = gradient.to(weight.dtype)
-                done.discard(id(gradient))  # another tensor may get the id
-                done.add(id(rounded))
+                if done is not None:
+                    done.discard(id(gradient))  # another tensor may get the id
+                    done.add(id(rounded))
                 weight.grad = rounded
+
+    # -- in float32 -----------------------------------------------------------------------------------------------
+
+    @without_gradients
+    def widen(self) -> None:
+        """Replace 16-bit gradients of weights with masters by float32 ones.
+
+        Of split masters views stay, as those of a flat buffer of the user's: the step reads them as they are.
+        """
+        for bucket in self._buckets:
+            widened(bucket, with_views=self.widens)
 
     # -- at a step ------------------------------------------------------------------------------------------------
 
@@ -185,22 +172,109 @@ class Gradients:
         self.found_inf, self.is_fresh = None, False
 
 
-def _in_float32(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not are_alike(present):  # sparse or sharded ones, or those of several devices
-        return [gradient.to(torch.float32) for gradient in present]
-    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in present]
-    torch._foreach_copy_(wide, present)
+# -- lists of gradients ------------------------------------------------------------------------------------------------
+
+
+Bucket = tuple[list[nn.Parameter], list[nn.Parameter]]
+
+
+def in_buckets(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Bucket]:
+    """Divide weights and their masters into buckets by the bytes of their float32 gradients, in order."""
+    buckets: list[Bucket] = []
+    room = 0
+    for weight, master in zip(weights, masters, strict=True):
+        if room <= 0:
+            buckets.append(([], []))
+            room = _BUCKET_BYTES
+        buckets[-1][0].append(weight)
+        buckets[-1][1].append(master)
+        room -= 4 * weight.numel()
+    return buckets
+
+
+def widened(bucket: Bucket, with_views: bool = True) -> tuple[list[torch.Tensor], bool]:
+    """Replace the 16-bit gradients of some weights by float32 ones, in one operation.
+
+    Args:
+        bucket: the weights, and parameters of the same shapes and strides, faster to copy if they are float32.
+        with_views: whether also gradients that are views of other tensors. Default True.
+
+    Returns:
+        The gradients that are present, and whether all were made here.
+    """
+    weights, likes = bucket
+    gradients = grads_of(weights)
+    narrow = _present(gradients)
+    dtypes = set(map(_DTYPE, narrow))
+    if dtypes.isdisjoint(LOWER_PRECISION):
+        return narrow, False
+    others: list[torch.Tensor] = []
+    if len(dtypes) > 1 or len(narrow) < len(weights) or not with_views:
+        found = [
+            each
+            for each in zip(weights, likes, gradients, strict=True)
+            if (gradient := each[2]) is not None
+            and gradient.dtype in LOWER_PRECISION
+            and (with_views or not gradient._is_view())
+        ]
+        known = {id(gradient) for *_, gradient in found}
+        others = [gradient for gradient in narrow if id(gradient) not in known]
+        weights, likes = [weight for weight, *_ in found], [like for _, like, _ in found]
+        narrow = [gradient for *_, gradient in found if gradient is not None]
+        if not narrow:
+            return others, False
+    try:
+        wide = _in_float32(narrow, likes)
+        set_grads(weights, list(wide))
+    except RuntimeError:  # sparse or sharded ones; masters on another device; swap_tensors has exchanged a grad_dtype
+        wide = [gradient.to(torch.float32) for gradient in narrow]
+        for weight, gradient in zip(weights, wide, strict=True):
+            weight.grad, weight.grad_dtype = None, None
+            weight.grad = gradient
+        return [*wide, *others], False
+    return ([*wide, *others], False) if others else (wide, True)
+
+
+def _in_float32(gradients: list[torch.Tensor], likes: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    if set(map(type, gradients)) != {torch.Tensor}:
+        raise RuntimeError("gradients of a class of their own are cast one by one")
+    if likes[0].dtype is torch.float32:
+        wide = list(map(torch.empty_like, likes))
+    else:
+        wide = [torch.empty_like(like, dtype=torch.float32) for like in likes]
+    torch._foreach_copy_(wide, gradients)
     return wide
 
 
-# -- lists of gradients ------------------------------------------------------------------------------------------------
+def _present(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def any_of(*checks: torch.Tensor | None) -> torch.Tensor | None:
     """Return whether any of several checks found inf or nan; None without a check."""
     made = [check for check in checks if check is not None]
     return functools.reduce(lambda one, other: torch.maximum(one, other.to(one.device)), made) if made else None
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor, done: set[int] | None) -> torch.Tensor | None:
+    """Multiply gradients, each once in a pass, and return whether they contained inf or nan before."""
+    if done is None:
+        return multiply_and_check_(gradients, factor)
+    fresh = [gradient for gradient in gradients if id(gradient) not in done]
+    known = [gradient for gradient in gradients if id(gradient) in done]
+    found = any_of(multiply_and_check_(fresh, factor), check(known) if known else None)
+    done.update(map(id, fresh))
+    return found
+
+
+def _are_on(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    return tensors[0].device == device and len(set(map(torch.Tensor.get_device, tensors))) == 1
+
+
+def _unscale(gradients: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+    found_inf = torch.zeros((), dtype=torch.float32, device=factor.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, factor)
+    return found_inf
 
 
 def multiply_and_check_(gradients: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor | None:
@@ -213,9 +287,7 @@ def multiply_and_check_(gradients: list[torch.Tensor], factor: torch.Tensor) -> 
     if not gradients:
         return None
     if are_plain(gradients, factor.device):
-        found_inf = torch.zeros((), dtype=torch.float32, device=factor.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, factor)
-        return found_inf
+        return _unscale(gradients, factor)
     return any_of(*products.multiply_and_check_(dense_views(gradients), factor))
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..basics.bulk import ModuleEntries
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
 from ..config.plan import Plan
@@ -43,10 +42,8 @@ class ManagedOptimizers:
         self.awaits = awaits
         # Compared by identity, without optimizers that were freed.
         self._managed: MutableMapping[Optimizer, ManagedOptimizer] = WeakIdKeyDictionary()
-        # The gradients of parameters that no optimizer has; valid for these generations of the optimizers' parameters,
-        # and as long as the models have the same modules and parameters.
-        self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
-        self._modules: ModuleEntries | None = None
+        # The generations of the optimizers' parameters for which ``shared.unowned`` was listed.
+        self._generations: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
         return iter(self._managed.values())
@@ -109,21 +106,19 @@ class ManagedOptimizers:
     def all_gradients(self, own: Sequence[ManagedOptimizer], with_others: bool) -> list[Gradients]:
         """List the gradients of the optimizers ``own``, and all others that a loss may reach."""
         found = [managed.gradients for managed in own]
+        for params in self.shared.params[:] if with_others else [managed.params for managed in own]:
+            params.sync()
         if not with_others:
             return found
-        for params in self.shared.params[:]:
-            params.sync()
-        (known, unowned), key = self._unowned, tuple([params.generation for params in self.shared.params[:]])
-        if unowned is None or known != key or self._modules is None or not self._modules.are_as_seen():
-            # First, because another thread may change a module while the parameters are listed.
-            self._modules = ModuleEntries([module for model in self.members.models for module in model.modules()])
+        unowned, generations = self.shared.unowned, tuple([params.generation for params in self.shared.params[:]])
+        if self._generations != generations:
             stepped = {id(weight) for params in self.shared.params[:] for weight in params.weights}
             weights = [p for p in self.members.parameters() if id(p) not in stepped]
-            of = self.shared.masters.of
-            mastered = [weight for weight in weights if of(weight) is not None]
-            unowned = Gradients(weights, mastered, widens_at_end=True)
-            self._unowned = key, unowned
-        others = [managed.gradients for managed in self if managed not in own]
+            masters = [master for master in map(self.shared.masters.of, weights) if master is not None]
+            mastered = [master.weight for master in masters]
+            unowned.set_weights(weights, mastered, mastered)
+            self._generations = generations
+        others = [each.gradients for each in self if each not in own] if len(self._managed) > len(own) else []
         return [*found, *others, *([unowned] if unowned.weights else [])]
 
     def check_idle(self, what: str) -> None:

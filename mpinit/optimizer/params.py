@@ -5,6 +5,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ from ..masters.masters import IN_FLOAT32, Master, MasterBatch, Masters
 from ..masters.states import EncodedStates, states_of
 from ..model.casting import convert
 from ..torch_internals.fused_sgd import stepped_wrongly
+from .gradients import Gradients
 from .members import widen_state, wrapped_by
 from .per_parameter import StepNumbers, is_known, kept_states, steps_per_parameter
 
@@ -46,6 +48,8 @@ class OptimizerParams:
         mastered: those of them that have masters; always the same object, too.
         masters: their masters.
         table: the masters of the session.
+        gradients: the weights' gradients.
+        joined: the parameters that the groups have got since the last block.
         generation: a number that increases whenever the groups are read.
         groups_without_fused: the groups that a fused kernel would step wrongly.
         is_open: whether the groups contain masters now.
@@ -55,12 +59,14 @@ class OptimizerParams:
         self, reference: weakref.ref[Optimizer], masters: Masters, plan: Plan, states: EncodedStates | None
     ) -> None:
         self._reference = reference
+        self.gradients = Gradients(plan.masters is MasterWeightsMode.FULL or plan.properties.grad_dtype is not None)
         self._kind = plan.masters
         self._states = states
         self.table = masters
         self.weights: list[nn.Parameter] = []
         self.mastered: list[nn.Parameter] = []
         self.masters: list[Master] = []
+        self.joined: list[nn.Parameter] = []
         self.generation = 0
         self.groups_without_fused: list[dict[str, Any]] = []
         self.is_open = False
@@ -76,7 +82,11 @@ class OptimizerParams:
         # The optimizers whose other attributes may contain parameters.
         self._private: Iterable[Optimizer] = ()
         self._parts: tuple[tuple[int, bool], list[_Part]] = (-1, False), []
-        self._exchanged: list[tuple[Any, Any, list[Any]]] = []
+        # Whether all optimizers step as a class of torch does, which never touches the gradients that it reads.
+        self._are_known = False
+        # For the id of each state: itself and the state under the masters, which has the same entries.
+        self._inner_states: dict[int, _SwappedState] = {}
+        self._exchanged: list[tuple[Any, _SwappedState]] = []
         self._decoded: Any = {}
 
     @property
@@ -103,7 +113,7 @@ class OptimizerParams:
         """Read the groups again if they have changed, and make masters of weights that were unfrozen."""
         if self.is_open or self.table.are_in_model:
             return  # the groups contain masters, or the parameters of a float32_weights block
-        if not self.are_as_seen() or any([weight.requires_grad for weight in self._frozen]):  # noqa: C419
+        if not self.are_as_seen() or (self._frozen and any([weight.requires_grad for weight in self._frozen])):  # noqa: C419
             self._read()
 
     def are_as_seen(self) -> bool:
@@ -114,7 +124,7 @@ class OptimizerParams:
         for group, params in zip(groups, self._params, strict=True):
             if group["params"] is not params:
                 return False
-        return all(are_same(each, inner if self.is_open else weights) for each, weights, inner in self._lists)
+        return all([are_same(each, inner if self.is_open else weights) for each, weights, inner in self._lists])  # noqa: C419
 
     @staticmethod
     def _groups_of(holders: Sequence[Optimizer]) -> list[dict[str, Any]]:
@@ -127,17 +137,24 @@ class OptimizerParams:
         lists = list({id(params): params for params in self._params}.values())
         weights = list({id(p): p for params in lists for p in params}.values())
         found = [self.table.of(weight) or self._make_master(weight, holders) for weight in weights]
+        known = set(map(id, self.weights))
+        self.joined += [weight for weight in weights if id(weight) not in known]
         before, now = self.masters, [master for master in found if master is not None]
         for master in now:
             master.optimizers += 1
         for master in before:
             master.optimizers -= 1
         self.weights[:], self.mastered[:], self.masters = weights, [master.weight for master in now], now
+        is_full = self._kind is MasterWeightsMode.FULL
+        self.gradients.set_weights(
+            self.weights, self.mastered, [master.parameter if is_full else master.weight for master in now]
+        )
         self._of_weight = {id(master.weight): master.parameter for master in now}
         self._of_inner = {id(master.parameter): master.weight for master in now}
         self._lists = [(each, list(each), [self._of_weight.get(id(p), p) for p in each]) for each in lists]
-        are_known = all(map(is_known, holders))
-        self._private = WeakList(holders) if now and not are_known else ()
+        self._are_known = all(map(is_known, holders))
+        self._private = WeakList(holders) if now and not self._are_known else ()
+        self._inner_states.clear()
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
@@ -225,7 +242,11 @@ class OptimizerParams:
             self.is_open = True
             for part in self._present_parts():
                 part.read()
-                part.set_gradients()
+                try:
+                    part.set_gradients()
+                except RuntimeError:  # a master takes no 16-bit gradient, as of a plain backward pass
+                    self.gradients.widen()
+                    part.set_gradients()
             self._swap_in_masters()
             if self._states is not None:
                 self._decoded = self._states.decode([state for _, state in self._states_of(self._stepped())])
@@ -241,7 +262,7 @@ class OptimizerParams:
         # These run in reverse order, each even if another raises.
         for part in self._parts[1]:
             undos.push(part.write)
-            undos.push(part.return_gradients)
+            undos.push(partial(part.return_gradients, self._are_known))
         undos.push(self._end)
         if self._states is not None:
             undos.push(self._encode)
@@ -259,6 +280,7 @@ class OptimizerParams:
         """Free the memory of buckets; the session ends."""
         self.close()
         self._parts = (-1, False), []
+        self._inner_states.clear()
 
     def _swap_in_masters(self) -> None:
         for each, _, inner in self._lists:
@@ -267,44 +289,30 @@ class OptimizerParams:
             exchange_beside_groups(holder, self._of_weight)
         if not self._of_weight:
             return
-        known: dict[int, tuple[Any, list[Any]]] = {}
-        for holder in self.holders():
+        for holder in (self.optimizer,) if self._is_alone else self.holders():
             if "state" not in vars(holder):
                 continue  # it shows the state of the optimizer that it wraps
             outer: Any = holder.state
-            if id(outer) not in known:
-                # The two dicts share their entries.
-                inner = defaultdict(outer.default_factory) if isinstance(outer, defaultdict) else type(outer)()
-                values = list(outer.values())
-                inner.update(zip([self._of_weight.get(id(key), key) for key in outer], values, strict=True))
-                known[id(outer)] = inner, values
-            self._exchanged.append((holder, outer, known[id(outer)][1]))
-            vars(holder)["state"] = known[id(outer)][0]
+            swapped = self._inner_states.get(id(outer))
+            if swapped is None or not swapped.is_as_seen(outer):
+                swapped = self._inner_states[id(outer)] = _SwappedState(outer, self._of_weight)
+            self._exchanged.append((holder, swapped))
+            vars(holder)["state"] = swapped.inner
 
     def _swap_in_weights(self) -> None:
         """Replace masters by weights, also in groups and states that the optimizer's code has made or replaced."""
-        known = {id(each): (weights, inner) for each, weights, inner in self._lists}
-        lists = [each for each, _, _ in self._lists]
-        for holder in (self.optimizer,) if self._is_alone else self.holders():
-            lists += [group["params"] for group in holder.param_groups if id(group["params"]) not in known]
-        for each in lists:
-            weights, inner = known.get(id(each), ([], None))
-            is_as_seen = inner is not None and are_same(each, inner)
-            each[:] = weights if is_as_seen else [self._of_inner.get(id(p), p) for p in each]
+        for each, weights, inner in self._lists:
+            each[:] = weights if are_same(each, inner) else [self._of_inner.get(id(p), p) for p in each]
+        groups = self.optimizer.param_groups if self._is_alone else self._groups_of(self.holders())
+        params = [group["params"] for group in groups]
+        for each in () if are_same(params, self._params) else params:
+            each[:] = [self._of_inner.get(id(p), p) for p in each]
         for holder in self._private:
             exchange_beside_groups(holder, self._of_inner)
-        done: set[int] = set()
         while self._exchanged:
-            holder, outer, before = self._exchanged[-1]
-            inner = vars(holder)["state"]
-            if inner is not outer and id(outer) not in done:
-                values = list(inner.values())
-                if not are_same(values, before):
-                    keys = [self._of_inner.get(id(key), key) for key in inner]
-                    outer.clear()
-                    outer.update(zip(keys, values, strict=True))
-                done.add(id(outer))
-            vars(holder)["state"] = outer
+            holder, swapped = self._exchanged[-1]
+            swapped.bring_back(vars(holder)["state"], self._of_inner)
+            vars(holder)["state"] = swapped.outer
             self._exchanged.pop()  # last, because after an interruption this runs again
 
     # -- in parts ---------------------------------------------------------------------------------------------------
@@ -323,6 +331,8 @@ class OptimizerParams:
         """
         self._check_not_in_model()
         self.sync()
+        if self.gradients.widens:
+            self.gradients.widen()
         parts = self._present_parts()
         # Full masters are read before the first part, and split ones part by part.
         whole = [part for part in parts if part.batch is not None and self._kind is MasterWeightsMode.FULL]
@@ -441,6 +451,37 @@ class OptimizerParams:
         self._states.encode(self._states_of(self._stepped()), kept_states(self.optimizer), decoded)
 
 
+class _SwappedState:
+    """The state of an optimizer as it is between steps, and the same entries under the masters.
+
+    Attributes:
+        outer: the state under the weights.
+        inner: the state under the masters; kept from step to step, because the hash of a tensor is a call of Python.
+    """
+
+    def __init__(self, outer: Any, of_weight: Mapping[int, Any]) -> None:
+        self.outer = outer
+        self.inner = defaultdict(outer.default_factory) if isinstance(outer, defaultdict) else type(outer)()
+        self.inner.update(zip([of_weight.get(id(key), key) for key in outer], outer.values(), strict=True))
+        self._values = [*outer.values()]
+
+    def is_as_seen(self, outer: Any) -> bool:
+        """Return whether ``outer`` is the same state with the same values, which have the same keys then."""
+        return outer is self.outer and are_same([*outer.values()], self._values)
+
+    def bring_back(self, inner: Any, of_inner: Mapping[int, Any]) -> None:
+        """Let the outer state have what the optimizer's code has left in the inner one, or in another in its place."""
+        if inner is self.outer:
+            return
+        values = [*inner.values()]
+        if are_same(values, self._values):
+            return
+        keys = [of_inner.get(id(key), key) for key in inner]
+        self.outer.clear()
+        self.outer.update(zip(keys, values, strict=True))
+        self.inner, self._values = inner, values
+
+
 @dataclass(eq=False)
 class _Part:
     """Some weights of an optimizer that are swapped together: all have masters on one device, or all have none.
@@ -476,16 +517,20 @@ class _Part:
         set_grads(self.inner, widened)
         # Last: after an interruption before, masters without gradients would appear to have been cleared.
         self.set_to = widened
-        if not are_same(widened, theirs):
+        if widened is not theirs and not are_same(widened, theirs):
             pairs = zip(widened, theirs, strict=True)
             self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
     @without_gradients
-    def return_gradients(self) -> None:
-        """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them."""
+    def return_gradients(self, are_untouched: bool = False) -> None:
+        """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them.
+
+        Args:
+            are_untouched: whether that code only reads them. Default False.
+        """
         if self.set_to is None:
             return
-        present = grads_of(self.inner)
+        present = self.set_to if are_untouched else grads_of(self.inner)
         if not are_same(present, self.set_to):
             for weight, mine, before in zip(self.weights, present, self.set_to, strict=True):
                 if mine is not before:

@@ -85,20 +85,23 @@ class ScaledLoss:
         self._move_scale_of_dropped()
         scaled = self._scaler.scale(self._loss)
         if not self._scaler.is_identity:
-            self._scale = self._scaler.scale_now()
-            self._inverse = self._scale.double().reciprocal().float()
-        done: set[int] = set()
+            self._scale, self._inverse = self._scaler.factors()
+        done = self._ids()
         in_ddp = is_distributed() and managed.shared.ranks.has_wrappers
         try:
             for gradients in self._all:
                 self._before.append(gradients.begin(self._scale, done, in_ddp))
             if scaled.requires_grad and self._scale is not None and not torch.compiler.is_compiling():
                 own = self._all[: len(self._own)]
-                self._use.watch(scaled, own, were_empty=not any(map(_has_gradients, own)))
+                self._use.watch(scaled, own)
         except BaseException:
             self._unscale()
             raise
         return scaled
+
+    def _ids(self) -> set[int] | None:
+        """Return a set for the ids of gradients that a pass has multiplied; None where each has one optimizer."""
+        return set() if len(self._all) > 1 else None
 
     def _move_scale_of_dropped(self) -> None:
         """Move the scale by an earlier block whose gradients were cleared without a step, as by a loop of its own."""
@@ -149,7 +152,7 @@ class ScaledLoss:
             Whether this pass has overflowed; None without a check. Gradients that contained inf or nan before the block
             do not count: the scale moves once for them.
         """
-        scaler, done = self._scaler, set[int]()
+        scaler, done = self._scaler, self._ids()
         found: torch.Tensor | None = None
         error: BaseException | None = None
         for index, gradients in enumerate(self._all):
@@ -207,9 +210,9 @@ class _Use:
         # writes to all.
         self._last: tuple[Any, torch.Tensor, int] | None = None
 
-    def watch(self, scaled: torch.Tensor, own: Sequence[Gradients], were_empty: bool) -> None:
+    def watch(self, scaled: torch.Tensor, own: Sequence[Gradients]) -> None:
         """Record backward passes through a scaled loss."""
-        self.is_watched, self.were_empty = True, were_empty
+        self.is_watched, self.were_empty = True, all([gradients.were_empty for gradients in own])  # noqa: C419
         lists = [gradients.weights for gradients in own]
 
         def record(_: torch.Tensor) -> None:

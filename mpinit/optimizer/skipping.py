@@ -33,18 +33,19 @@ class StepCounter:
     """A counter on the host, and on the device where a kernel decides whether to skip."""
 
     _counted: StepCounts = _NONE
-    _on_device: torch.Tensor | None = None
+    # Steps, skipped ones, and those since the last good one; each 0-dimensional, for operations on all of them.
+    _on_device: tuple[torch.Tensor, ...] = ()
     _since_reading: int = 0
 
     def read(self) -> StepCounts:
         """Return the counts. Counts of steps that a kernel may have skipped are read from the device."""
-        if self._on_device is not None:
-            steps, skipped, consecutive = (int(number) for number in self._on_device.tolist())
+        if self._on_device:
+            steps, skipped, consecutive = (int(number) for number in torch.stack(self._on_device).tolist())
             good = steps - skipped
             before = self._counted
             run = consecutive + (0 if good else before.consecutive)
             self._counted = StepCounts(before.good + good, before.skipped + skipped, run)
-            self._on_device.zero_()
+            torch._foreach_zero_(self._on_device)
         return self._counted
 
     def count(self, skipped: bool) -> None:
@@ -54,13 +55,11 @@ class StepCounter:
 
     def count_on_device(self, found_inf: torch.Tensor) -> None:
         """Count one step that a kernel does or skips, on the device, so that replays of a CUDA graph count too."""
-        if self._on_device is None:
-            self._on_device = torch.zeros(3, dtype=torch.float32, device=found_inf.device)
-        # Steps, skipped ones, and those since the last good one, in few operations because every step runs them.
-        skipped = found_inf.sign()
-        self._on_device[0].add_(1)
-        self._on_device[1:].add_(skipped)
-        self._on_device[2].mul_(skipped)
+        if not self._on_device:
+            self._one = torch.ones_like(found_inf, dtype=torch.float32)
+            self._on_device = tuple(torch.zeros_like(self._one) for _ in range(3))
+        torch._foreach_add_(self._on_device, [self._one, found_inf, found_inf])
+        self._on_device[2].mul_(found_inf)
         self._since_reading += 1
 
     def is_due(self, limit: int) -> bool:

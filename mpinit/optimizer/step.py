@@ -7,7 +7,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -53,6 +53,10 @@ _NOT_SCALED: Final = (
     "ones may have become 0 in 16 bit. Use `with mpinit.scale_loss(loss, optimizer) as scaled_loss: "
     "scaled_loss.backward()`; where a torch.amp.GradScaler scales them, use mpinit.GradScaler(optimizer) in its place"
 )
+_JOINED: Final = (
+    "{!r} was added to the optimizer after backward(), and its gradient is still multiplied by the loss scale: call "
+    "add_param_group before `with mpinit.scale_loss(...)`"
+)
 _NO_GRADIENT: Final = (
     "optimizer.step() does nothing: a loss was scaled, and no parameter of this optimizer has a gradient. Was "
     "scaled_loss.backward() called? Does the loss use these parameters? Was the model copied, or wrapped in something "
@@ -71,6 +75,7 @@ class Shared:
         scalers: the session's loss scalers.
         params: the parameters of each optimizer. The list loses an optimizer's at the line at which that is freed,
             which may be in a loop over it. So loops go over a copy, ``params[:]``.
+        unowned: the gradients of the models' parameters that no optimizer has.
     """
 
     plan: Plan
@@ -80,6 +85,7 @@ class Shared:
     states: EncodedStates | None
     scalers: list[LossScaler]
     params: list[OptimizerParams] = field(default_factory=list)
+    unowned: Gradients = field(default_factory=lambda: Gradients(widens=True))
 
 
 class _Decision(enum.Enum):
@@ -111,8 +117,7 @@ class ManagedOptimizer:
         self.reference = weakref.ref(optimizer)
         self.shared = shared
         self.params = OptimizerParams(self.reference, shared.masters, shared.plan, shared.states)
-        widens_at_end = shared.plan.masters is MasterWeightsMode.FULL or shared.plan.properties.grad_dtype is not None
-        self.gradients = Gradients(self.params.weights, self.params.mastered, widens_at_end)
+        self.gradients = self.params.gradients
         self.skips = Skips(self.params, shared.plan)
         self.is_patched = False
         self.inner = weakly_bound(optimizer.step, optimizer)
@@ -122,6 +127,7 @@ class ManagedOptimizer:
         # True: the last loss has reached none of the parameters.
         self._lacks_gradients = False
         self._warned: set[str] = set()
+        self._name = f"Optimizer.step#{type(optimizer).__name__}.step"  # in profiles, as torch names it
 
     @property
     def optimizer(self) -> Optimizer:
@@ -182,19 +188,14 @@ class ManagedOptimizer:
 
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step on masters: in one call, or in one call per bucket of parameters."""
-        params = self.params
-        if self.gradients.widens_at_end:
-            params.sync()
-            self.gradients.widen()  # those of a plain backward pass
-        with ExitStack() as stack:
-            if is_on():
-                stack.enter_context(CastsOff())  # the casts of O1
-            if not params.steps_in_parts:
-                stack.enter_context(params.masters_in_groups())
-                result = self._call(*args, **kwargs)
+        params, result = self.params, None
+        with CastsOff() if is_on() else nullcontext():  # the casts of O1
+            if params.steps_in_parts:
+                with params.parts_in_groups() as parts:
+                    for _ in parts:
+                        result = self._call(*args, **kwargs)
             else:
-                result = None
-                for _ in stack.enter_context(params.parts_in_groups()):
+                with params.masters_in_groups():
                     result = self._call(*args, **kwargs)
         renew_weight_casts()
         if self.shared.plan.masters is MasterWeightsMode.IN_MODEL:
@@ -204,18 +205,17 @@ class ManagedOptimizer:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's own step, without hooks, while masters are in the groups."""
-        optimizer, step = self.optimizer, self._beneath_hooks
+        optimizer, step, groups = self.optimizer, self._beneath_hooks, self.params.groups_without_fused
         call = self.inner if step is None else functools.partial(step, optimizer)
-        with (
-            unfused(self.params.groups_without_fused),
-            torch.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"),
-        ):
+        with unfused(groups) if groups else nullcontext(), torch.profiler.record_function(self._name):
             return call(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Refuse, or warn of, gradients that a step should not use."""
         self.params.sync()
         self.check_unscaled(STEP, _STEP_LATER)
+        if self.params.joined:
+            self._check_joined()
         self.shared.writes.before_step()
         if self.shared.ranks.is_first_step or is_distributed():
             self.shared.ranks.before_step(self.params.weights)
@@ -226,6 +226,14 @@ class ManagedOptimizer:
             if not have_grads(self.params.weights) and any(weight.requires_grad for weight in self.params.weights):
                 self.shared.ranks.check_present()
                 self._warn_once(_NO_GRADIENT)
+
+    def _check_joined(self) -> None:
+        """Refuse gradients of parameters that were added since the last block, whose gradients it has not unscaled."""
+        joined, self.params.joined = self.params.joined, []
+        unscaled = set(map(id, self.shared.unowned.weights))
+        for weight in joined if any(scaler.has_scaled for scaler in self.shared.scalers) else ():
+            if weight.grad is not None and id(weight) not in unscaled:
+                raise RuntimeError(_JOINED.format(self.shared.masters.names.of(weight)))
 
     def _decide(self) -> tuple[_Decision, torch.Tensor | None]:
         """Decide with all ranks what a step does, and move the scales that are to move in the step.
@@ -347,12 +355,13 @@ class ManagedOptimizer:
 
     def before_block(self) -> None:
         """Prepare for a ``scale_loss`` block."""
-        self.params.sync()
         self._decided = None
+        self.params.joined = []
         follow_dynamo()
 
     def after_block(self, loss: torch.Tensor, scaler: LossScaler, scale: torch.Tensor | None) -> None:
         """Remember a block whose backward pass has ended, for the report of an overflow."""
+        self.params.joined = []
         self.skips.after_block(loss, scaler, scale)
         self._lacks_gradients = not have_grads(self.params.weights)
 
@@ -366,7 +375,7 @@ class ManagedOptimizer:
         Raises:
             RuntimeError: a block is open.
         """
-        if self.gradients.is_scaled:
+        if self.gradients.is_open:
             raise RuntimeError(_INSIDE_BLOCK.format(what, instead))
 
     def _warn_once(self, text: str) -> None:
@@ -392,7 +401,7 @@ class ManagedOptimizer:
         self.check_unscaled("mpinit.clip_grad_norm_()")
         self.params.sync()
         self.shared.masters.apply_writes()
-        if self.gradients.widens_at_end:
+        if self.gradients.widens:
             self.gradients.widen()
         return self.params.parameters()
 

@@ -102,9 +102,10 @@ class LossScaler:
         self.to(loss.device)
         return loss * self._state[0]
 
-    def scale_now(self) -> torch.Tensor:
-        """Return a copy of the scale, 0-dimensional; later updates do not change it."""
-        return self._state[0].clone()
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a copy of the scale, and its reciprocal, 0-dimensional; later updates do not change them."""
+        scale = self._state[0].clone()
+        return scale, scale.reciprocal()
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and the number of good updates, 0-dimensional; updates write to them."""
@@ -133,7 +134,7 @@ class LossScaler:
         """Record the result of one check: a 0-dimensional float32 tensor, above 0 for inf or nan."""
         if self.is_dynamic:
             found_inf = found_inf.to(self.device)
-            self.found_inf = found_inf.clone() if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
+            self.found_inf = found_inf if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
 
     def update(self) -> None:
         """Update the scale by the checks since the last update; do nothing if there was no check."""

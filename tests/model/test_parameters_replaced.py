@@ -167,7 +167,7 @@ def test_swap_tensors_after_a_step_trains_the_new_numbers(kind: str, which: str)
 @pytest.mark.parametrize("is_inserted", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_of_a_module_that_is_added_later_are_unscaled(level: str, is_inserted: bool) -> None:
-    """Unscale gradients of a module that came in after the first iteration, though no optimizer has it yet."""
+    """Unscale gradients of a module that came in after the first iteration, once an optimizer has it; or refuse."""
     model, reference, data = mlp(), mlp(), batches(2)
     optimizer, plain = start(model, level, make=plain_sgd), plain_sgd(reference.parameters())
     iterate(mse(model, data[0]), optimizer)
@@ -184,10 +184,23 @@ def test_gradients_of_a_module_that_is_added_later_are_unscaled(level: str, is_i
         model.append(head)
     reference.append(copied)
     optimizer.zero_grad()
+    optimizer.add_param_group({"params": list(head.parameters())})
     backward(mse(model, data[1]), optimizer)
     mse(reference, data[1]).backward()
     torch.testing.assert_close(head.weight.grad.float(), copied.weight.grad, rtol=1e-2, atol=1e-3)
-    for each, group in ((optimizer, head), (plain, copied)):
-        each.add_param_group({"params": list(group.parameters())})
-        each.step()
+    plain.add_param_group({"params": list(copied.parameters())})
+    optimizer.step()
+    plain.step()
     torch.testing.assert_close(head.weight.detach().float(), copied.weight.detach(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_added_after_backward_are_refused(level: str) -> None:
+    model, data = mlp(), batches(2)
+    optimizer = start(model, level, make=plain_sgd)
+    iterate(mse(model, data[0]), optimizer)
+    model.append(nn.Linear(3, 3, dtype=model[0].weight.dtype))
+    backward(mse(model, data[1]), optimizer)
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    with pytest.raises(RuntimeError, match=r"'4.weight' was added to the optimizer after backward.*add_param_group"):
+        optimizer.step()
