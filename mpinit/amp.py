@@ -27,6 +27,9 @@ from .distributed.sharding import is_sharded
 from .grad_scaler import GradScaler
 from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
+from .masters.arithmetic import Arithmetic, Sample, compiled_for
+from .masters.law import samples_of_split
+from .masters.split import SplitMasters
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
 from .train_state import TrainState
@@ -39,6 +42,7 @@ __all__ = [
     "TrainState",
     "add_optimizers",
     "clip_grad_norm_",
+    "compile_steps",
     "describe",
     "disable_casts",
     "float32_allreduce_hook",
@@ -364,6 +368,50 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
         return 0, 0
     counts = session.managed.find(optimizer).skips.counter.read()
     return counts.good, counts.skipped
+
+
+def compile_steps(optimizer: Optimizer) -> None:
+    """Compile the arithmetic that split masters and encoded states add to steps, by ``torch.compile``.
+
+    Steps have the same results, bit for bit, in less time. The functions are compiled once for each device that has
+    weights now, which takes some seconds; their results are compared with those of torch's operations on samples. The
+    optimizer's own code is not compiled. Applies to all optimizers that were initialised together, until
+    :func:`undo`; weights that are moved to another device later are stepped without it.
+
+    Args:
+        optimizer: an initialised optimizer, with ``master_weights="split"`` or an ``optimizer_state`` of fewer bytes.
+
+    Raises:
+        RuntimeError: the optimizer is not initialised; or there is no compiler for a device, or its results differ.
+            Steps are as they were before.
+        ValueError: masters and states are plain float32 tensors, so there is nothing to compile.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")
+        >>> mpinit.compile_steps(optimizer)  # doctest: +SKIP
+        >>> mpinit.undo(model)
+    """
+    session = registry.session_meant(optimizer)
+    if session is None:
+        return
+    masters, states = session.masters, session.managed.shared.states
+    parts: list[tuple[Arithmetic, list[Sample]]] = []
+    if isinstance(masters, SplitMasters):
+        parts.append((masters.run, samples_of_split()))
+    if states is not None:
+        parts.append((states.run, states.codec.samples()))
+    if not parts:
+        raise ValueError(
+            f"{session.describe()} has float32 masters and states, and there is nothing to compile: compile_steps is "
+            'for master_weights="split", optimizer_state="int8" and optimizer_state="bfloat16"'
+        )
+    devices = {weight.device for managed in session.managed for weight in managed.parameters()}
+    compiled = [(run, compiled_for(device, samples)) for run, samples in parts for device in devices]
+    for run, functions in compiled:
+        run.add(functions)
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:

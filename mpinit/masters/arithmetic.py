@@ -20,11 +20,6 @@ _OTHER_BITS: Final = (
 )
 
 
-def run_eagerly(function: Function, *arguments: torch.Tensor) -> None:
-    """Run a function as torch's operations."""
-    function(*arguments)
-
-
 @final
 class Arithmetic:
     """Runs functions that write into some of their arguments; compiled on the devices that were asked for.
@@ -51,6 +46,10 @@ class Arithmetic:
     def add(self, compiled: dict[tuple[Function, torch.device], Function]) -> None:
         """Use compiled functions, results of :func:`compiled_for`, from now on."""
         self._compiled |= compiled
+
+
+# What is never compiled.
+EAGER: Final = Arithmetic()
 
 
 def compiled_for(device: torch.device, samples: Sequence[Sample]) -> dict[tuple[Function, torch.device], Function]:

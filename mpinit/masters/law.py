@@ -8,9 +8,11 @@ also one that was written to and then restored.
 """
 
 import math
-from collections.abc import Callable
+from typing import Final
 
 import torch
+
+from .arithmetic import Sample
 
 # -- full masters -----------------------------------------------------------------------------------------------------
 
@@ -36,16 +38,19 @@ def meaning(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 # -- split masters ----------------------------------------------------------------------------------------------------
 
+_INF: Final = 0x7F800000
+_NAN: Final = 0x7FC00000
+
 # The upper half of a float32 number, rounded half away from zero, is a bfloat16 number. What is missing is the lower
 # half as a signed integer, the remainder: where it is negative, the upper half was rounded up. Both functions are for
 # flat tensors of one size, and may be compiled.
 
 
-def round_half_away(values: torch.Tensor, weight: torch.Tensor) -> None:
-    """Round float32 ``values`` into a bfloat16 ``weight``. Its remainder is the lower half of the values' bits."""
+def round_half_away(bits: torch.Tensor) -> None:
+    """Round float32 numbers, viewed as int32, to bfloat16 ones in place. Before, their lower half is the remainder."""
     # The one nan that stays a nan: others, such as CUDA's, would be rounded to 0.
-    bits = torch.where(values.isnan(), math.nan, values).view(torch.int32)
-    weight.copy_(bits.add_(0x8000).bitwise_and_(-0x10000).view(torch.float32))
+    bits.masked_fill_((bits & 0x7FFFFFFF) > _INF, _NAN)
+    bits.add_(0x8000).bitwise_and_(-0x10000)
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, values: torch.Tensor) -> None:
@@ -65,17 +70,14 @@ def join(weight: torch.Tensor, remainder: torch.Tensor, values: torch.Tensor) ->
     values.view(torch.int32).add_(torch.where(counts, lower, 0))
 
 
-def samples_of_split() -> list[tuple[Callable[..., None], list[torch.Tensor], list[int]]]:
+def samples_of_split() -> list[Sample]:
     """List the functions of split masters, with arguments of all kinds, and which of these each writes to."""
     weight = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu")
     remainder = torch.bitwise_xor(weight * 31, 0x55)
-    values = (weight.to(torch.int32) << 16 | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+    bits = weight.to(torch.int32) << 16 | (remainder.to(torch.int32) & 0xFFFF)
     halves = weight.view(torch.bfloat16)
-    empty = torch.zeros_like(values)
-    return [
-        (round_half_away, [values, torch.zeros_like(halves)], [1]),
-        (join, [halves, remainder.view(torch.bfloat16), empty], [2]),
-    ]
+    values = torch.empty(len(bits), dtype=torch.float32, device="cpu")
+    return [(round_half_away, [bits], [0]), (join, [halves, remainder.view(torch.bfloat16), values], [2])]
 
 
 # -- casts without masters --------------------------------------------------------------------------------------------

@@ -145,10 +145,11 @@ class _Bucket(MasterBatch):
         self._sizes = [shard(weight).numel() for weight in self._weights]
         self._numel = sum(self._sizes)
         self._layouts: object = None
-        # The masters' remainders, which are parts of one tensor; and the memory of the weights, piece by piece: its
-        # first number's place in the bucket, its size, and its tensors, of which several are small.
+        # The masters' remainders, which are parts of one tensor; the memory of the weights; and this in pieces: the
+        # first number's place in the bucket, the size, and the tensors, of which several are small.
         self._parts: list[torch.Tensor] = []
         self._remainder = torch.empty(0, dtype=torch.int16, device="cpu")
+        self._flat: list[torch.Tensor] = []
         self._pieces: list[tuple[int, int, list[torch.Tensor]]] = []
         self._placeholders: list[torch.Tensor] = []
         # The float32 memory of a step, and that of each master and each gradient in it.
@@ -174,7 +175,8 @@ class _Bucket(MasterBatch):
         self._parts = [part.as_strided(w.size(), w.stride()) for part, w in zip(parts, shards, strict=True)]
         for master, part in zip(self._masters, self._parts, strict=True):
             master.remainder = part
-        self._pieces = _in_pieces([flat(weight) for weight in shards])
+        self._flat = list(map(flat, shards))
+        self._pieces = _in_pieces(self._flat)
         self._placeholders = list(map(_placeholder, self._weights))
         self._layouts, self._values = layouts_of(shards), []
 
@@ -234,15 +236,12 @@ class _Bucket(MasterBatch):
             return  # a call that was interrupted has begun to write: a second one would split numbers again
         try:
             self._gather()
-            self._remainder.copy_(buffer[: self._numel].view(torch.int32))
-            for start, size, weights in self._pieces:
-                values = buffer[start : start + size]
-                if len(weights) == 1:
-                    self._owner.run(round_half_away, values, weights[0])
-                    continue
-                together = torch.empty_like(values, dtype=torch.bfloat16)
-                self._owner.run(round_half_away, values, together)
-                torch._foreach_copy_(weights, list(together.split_with_sizes([each.numel() for each in weights])))
+            values = buffer[: self._numel]
+            self._remainder.copy_(values.view(torch.int32))
+            run, bits = self._owner.run, values.view(torch.int32)
+            for piece in [bits] if run.is_compiled_on(self._device) else _pieces(bits):
+                run(round_half_away, piece)
+            torch._foreach_copy_(self._flat, list(values.split_with_sizes(self._sizes)))
         finally:
             set_all_local_data(self._parameters, self._placeholders, self._are_sharded)
         if buffer.nbytes <= _KEPT_BYTES:
@@ -286,9 +285,11 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
     """Split float32 values into a weight and a remainder; all are dense."""
     if values.stride() != weight.stride():
         values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
-    flat(remainder).copy_(flat(values).view(torch.int32))
-    for piece, half in zip(_pieces(flat(values)), _pieces(flat(weight)), strict=True):
-        round_half_away(piece, half)
+    for piece, half, lower in zip(*map(_pieces, (flat(values), flat(weight), flat(remainder))), strict=True):
+        bits = piece.view(torch.int32).clone()
+        lower.copy_(bits)
+        round_half_away(bits)
+        half.copy_(bits.view(torch.float32))
 
 
 def _check_dense(weight: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..basics.running import reads_without_sync
 from ..distributed.sharding import is_sharded, shard, sharded_as
-from .arithmetic import Arithmetic, run_eagerly
-from .codecs.codec import BLOCK, Codec, Run, tensor_rows
+from .arithmetic import EAGER, Arithmetic
+from .codecs.codec import BLOCK, Codec, tensor_rows
 from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
@@ -100,7 +100,7 @@ class EncodedStates:
             write_together(states, values, self._tensors[kind], self.run)
 
 
-def decode(states: _States, run: Run = run_eagerly) -> dict[tuple[int, Any], EncodedState]:
+def decode(states: _States, run: Arithmetic = EAGER) -> dict[tuple[int, Any], EncodedState]:
     """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
     codes = {
         (id(state), key): encoded

@@ -38,9 +38,10 @@ RULES = {"split": half_away, True: half_to_even}
 
 
 def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = torch.empty(len(values), dtype=torch.bfloat16)
-    law.round_half_away(values, weight)
-    return weight, values.view(torch.int32).to(torch.int16)
+    bits = values.clone().view(torch.int32)
+    rest = bits.to(torch.int16)
+    law.round_half_away(bits)
+    return bits.view(torch.float32).to(torch.bfloat16), rest
 
 
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Final, final
 
 import torch
 
-from ..arithmetic import Sample, run_eagerly
-from .codec import BLOCK, Codec, Codes, Run, sample_noise, sample_numbers
+from ..arithmetic import EAGER, Arithmetic, Sample
+from .codec import BLOCK, Codec, Codes, sample_noise, sample_numbers
 
 # The usual nan: adding to the bits of others would overflow into numbers.
 _NAN: Final = 0x7FC00000
@@ -36,20 +36,22 @@ class BFloat16(Codec):
     def empty(self, rows: int, device: torch.device) -> Codes:
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
-    def _encode(self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Run) -> None:
-        run(_round, values, noise, places, *codes)
+    def _encode(
+        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Arithmetic
+    ) -> None:
+        rounded = torch.empty_like(values, dtype=torch.int32)
+        run(_round, values.view(torch.int32), noise, places, rounded)
+        codes[0].copy_(rounded.view(torch.float32))
 
-    def decode_(self, codes: Codes, values: torch.Tensor, run: Run = run_eagerly) -> None:
+    def decode_(self, codes: Codes, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
         values.copy_(codes[0])
 
     def samples(self) -> list[Sample]:
-        values = sample_numbers()
-        return [(_round, [values, *sample_noise(), values.to(torch.bfloat16)], [3])]
+        bits = sample_numbers().view(torch.int32)
+        return [(_round, [bits, *sample_noise(), torch.empty_like(bits)], [3])]
 
 
-def _round(values: torch.Tensor, noise: torch.Tensor, places: torch.Tensor, codes: torch.Tensor) -> None:
+def _round(bits: torch.Tensor, noise: torch.Tensor, places: torch.Tensor, rounded: torch.Tensor) -> None:
     """Add up to one unit in the last place, and cut off."""
-    bits = values.view(torch.int32)
-    up = (places * noise).bitwise_and_(0xFFFF).add_(bits)
-    up = torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_and_(-0x10000)
-    codes.copy_(up.view(torch.float32))
+    torch.mul(places, noise, out=rounded)
+    rounded.bitwise_and_(0xFFFF).add_(bits).masked_fill_((bits & 0x7FFFFFFF) > _INF, _NAN).bitwise_and_(-0x10000)

@@ -1,18 +1,16 @@
 """The interface of encodings: blocks of float32 numbers to a few tensors of codes, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
 import torch
 
 from ...basics.running import is_faster_in_chunks
-from ..arithmetic import Sample, run_eagerly
+from ..arithmetic import EAGER, Arithmetic, Sample
 
 Codes = tuple[torch.Tensor, ...]
-# Calls a function with tensors, as torch's operations or compiled.
-Run = Callable[..., None]
 
 # Numbers that are encoded together, and a row of everything here: the last row of a tensor is filled up with zeros.
 BLOCK: Final = 128
@@ -37,7 +35,7 @@ class Codec(ABC):
         """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
     def encode_(
-        self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None, run: Run = run_eagerly
+        self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None, run: Arithmetic = EAGER
     ) -> None:
         """Write the codes of ``values``.
 
@@ -49,16 +47,18 @@ class Codec(ABC):
         """
         numbers, groups = _numbers_and_groups(values, tensors)
         places = torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
-        for rows in _chunks(values):
+        for rows in _chunks(values, run):
             noise = _noise_of_rows(values[rows].view(torch.int32), numbers[rows], groups[rows])
             self._encode(values[rows], tuple(code[rows] for code in codes), noise, places, run)
 
     @abstractmethod
-    def _encode(self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Run) -> None:
+    def _encode(
+        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Arithmetic
+    ) -> None:
         """Write the codes of some rows; the noise of a number is that of its row (rows, 1) times its place (BLOCK)."""
 
     @abstractmethod
-    def decode_(self, codes: Codes, values: torch.Tensor, run: Run = run_eagerly) -> None:
+    def decode_(self, codes: Codes, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
 
     @abstractmethod
@@ -66,11 +66,11 @@ class Codec(ABC):
         """List the functions that ``run`` is called with, with arguments for a comparison of their results."""
 
 
-def _chunks(values: torch.Tensor) -> Iterator[slice]:
+def _chunks(values: torch.Tensor, run: Arithmetic) -> Iterator[slice]:
     """Divide rows, on a CPU: twenty operations on a large tensor would read and write memory twenty times."""
     rows = len(values)
     ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
-    if not is_faster_in_chunks(values.device):
+    if not is_faster_in_chunks(values.device) or run.is_compiled_on(values.device):
         ends = [rows]
     for begin, end in zip([0, *ends], ends, strict=False):
         yield slice(begin, end)

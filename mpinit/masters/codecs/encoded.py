@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ...basics.bulk import flat
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
-from ..arithmetic import run_eagerly
-from .codec import BLOCK, Codec, Codes, Run, in_rows
+from ..arithmetic import EAGER, Arithmetic
+from .codec import BLOCK, Codec, Codes, in_rows
 
 # The number of the meaning of pickled codes.
 _FORMAT: Final = 2
@@ -72,7 +72,7 @@ class EncodedState(_WithoutMemory):
         """Do nothing: ``__new__`` has set the attributes."""
 
     @classmethod
-    def of(cls, values: torch.Tensor, codec: Codec, run: Run = run_eagerly) -> "EncodedState":
+    def of(cls, values: torch.Tensor, codec: Codec, run: Arithmetic = EAGER) -> "EncodedState":
         """Encode float32 ``values``."""
         dense = values.detach()
         if torch.empty_like(dense, device="meta").stride() != dense.stride():
@@ -100,7 +100,7 @@ class EncodedState(_WithoutMemory):
             )
         self.write(with_numbers(values))
 
-    def decoded(self, run: Run = run_eagerly) -> torch.Tensor:
+    def decoded(self, run: Arithmetic = EAGER) -> torch.Tensor:
         values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)
         self.codec.decode_(self.codes, values, run)
         return self.shaped(values)
@@ -109,7 +109,7 @@ class EncodedState(_WithoutMemory):
         """View rows of decoded numbers in the shape and strides of this tensor."""
         return values.as_strided(self.size(), self.stride(), values.storage_offset())
 
-    def write(self, values: torch.Tensor, run: Run = run_eagerly) -> None:
+    def write(self, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
         """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
         dense = values.detach()
         if dense.stride() != self.stride() or dense.dtype != torch.float32:
@@ -117,7 +117,7 @@ class EncodedState(_WithoutMemory):
         with InterruptsDelayed():
             self._encode(dense, run)
 
-    def _encode(self, dense: torch.Tensor, run: Run) -> None:
+    def _encode(self, dense: torch.Tensor, run: Arithmetic) -> None:
         self.codec.encode_(in_rows(flat(dense)), self.codes, run=run)
 
     @classmethod
@@ -160,7 +160,7 @@ class EncodedState(_WithoutMemory):
         return _rebuilt, (self.codec, codes, tuple(self.size()), self.stride(), _FORMAT)
 
 
-def decode_together(states: Sequence[EncodedState], run: Run = run_eagerly) -> list[torch.Tensor]:
+def decode_together(states: Sequence[EncodedState], run: Arithmetic = EAGER) -> list[torch.Tensor]:
     """Return the numbers of several states of one codec and device, in as many operations as those of one."""
     rows = rows_of(states)
     codes = tuple(map(torch.cat, zip(*(state.codes for state in states), strict=True)))
@@ -175,7 +175,7 @@ def rows_of(states: Sequence[EncodedState]) -> tuple[int, ...]:
 
 
 def write_together(
-    states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor, run: Run = run_eagerly
+    states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor, run: Arithmetic = EAGER
 ) -> None:
     """Encode other numbers of several states of one codec and device.
 
