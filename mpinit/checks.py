@@ -19,7 +19,14 @@ from .basics.modules import ModelIndex
 from .basics.tables import counted
 from .basics.wrappers import inner_optimizers, wrapped_in
 from .config.plan import MasterWeightsMode, Plan
-from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
+from .distributed.sharding import (
+    fsdp1_refusal,
+    fsdp2_refusal,
+    is_distributed,
+    is_managed_by_fsdp,
+    replaced_since,
+    reshard,
+)
 from .distributed.verdict import meshes_of
 from .model.entry_points import check_argument_names
 from .model.precision_loss import check_values, warn_about_small_eps, warn_about_target_networks
@@ -195,11 +202,7 @@ def _check_modules(index: ModelIndex, plan: Plan) -> None:
                 "it was made from in its place, and torch.jit.trace the model afterwards"
             )
         if plan.masters is MasterWeightsMode.IN_MODEL and is_managed_by_fsdp(module):
-            raise ValueError(
-                f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
-                'modules inside forward, where master_weights="model" puts its casts. Use master_weights=True (O2, '
-                "O5), where FSDP2's own float32 shards are the masters"
-            )
+            raise ValueError(fsdp2_refusal(repr(name or type(module).__name__)))
         wrapper = wrappers[type(module)]
         if wrapper is None:
             continue

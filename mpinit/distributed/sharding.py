@@ -41,6 +41,15 @@ def fsdp1_refusal(what: str) -> str:
     )
 
 
+def fsdp2_refusal(what: str) -> str:
+    """Return the error text for a module that ``fully_shard`` was called on, with ``master_weights="model"``."""
+    return (
+        f"fully_shard was called on {what}: FSDP2 puts the gathered parameters on modules inside forward, where "
+        'master_weights="model" puts its casts. Use master_weights=True (O2, O5), where FSDP2\'s own float32 shards '
+        "are the masters, and call fully_shard before mpinit.initialize"
+    )
+
+
 def is_managed_by_fsdp(module: nn.Module) -> bool:
     """Return whether ``fully_shard`` was called on a module."""
     return hasattr(type(module), "_get_fsdp_state")

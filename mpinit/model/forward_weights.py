@@ -26,6 +26,7 @@ from ..basics.bulk import Entries, are_same
 from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
+from ..distributed.sharding import fsdp2_refusal, is_distributed, is_managed_by_fsdp
 from ..torch_internals.float32_gradients import cast_with_float32_gradients
 from ..torch_internals.parameter_data import remove_if_unused, unwatch, versions_of, watch
 
@@ -297,6 +298,9 @@ class ForwardWeights(OfModule):
         module, layout, entered = self.module, self._layout, self.casts.entered
         if layout is None or not layout.is_current(module):
             is_first = layout is None
+            managed = next(filter(is_managed_by_fsdp, module.modules()), None) if is_distributed() else None
+            if managed is not None:
+                raise RuntimeError(fsdp2_refusal(type(managed).__name__))
             layout = self._layout = _Layout(self._modules(), self.casts)
             # torch.func.functional_call replaces parameters for one forward: those come back.
             if not is_first and all(type(p) is nn.Parameter for p in layout.parameters):

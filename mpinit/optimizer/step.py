@@ -385,10 +385,6 @@ class ManagedOptimizer:
 
     # -- its parameters -------------------------------------------------------------------------------------------
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the model's parameters in its groups, each once, in their order."""
-        return self.params.parameters()
-
     def master_params(self) -> Iterator[nn.Parameter]:
         """Yield the groups' parameters in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         self.check_unscaled("mpinit.master_params()")
