@@ -70,7 +70,7 @@ class _Refusals(MetaPathFinder):
         if name in MISSING:
             _log_once(f"{_missing(name)}. A script may show another text for this ImportError")
         refuse_missing(name)
-        if name in _ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
+        if name in ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
             _log_once(
                 f"{name} is not part of the apex that mpinit provides, and is imported. If a script needs it, install "
                 "NVIDIA apex: mpinit then provides apex.amp alone"
@@ -160,7 +160,7 @@ MISSING: Final[dict[str, str]] = {
 
 
 # Parts of apex without a replacement, which scripts import.
-_ABSENT_MODULES: Final = frozenset(
+ABSENT_MODULES: Final = frozenset(
     f"{NAME}.{part}" for part in ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 )
 

@@ -88,13 +88,42 @@ def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list
         yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
 
 
-class AmpHandle:
+class _Handle:
+    """What all handles have.
+
+    Attributes:
+        has_cache, verbose: kept for scripts that read them.
+    """
+
+    has_cache = verbose = False
+
+    def is_active(self) -> bool:
+        """Return whether functions are cast and losses scaled."""
+        return False
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap an optimizer that steps for several losses.
+
+        Args:
+            optimizer: the optimizer.
+            num_loss: number of losses between two steps. Default 1.
+        """
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the casts of weights, those of others too: torch has one cache."""
+        torch.clear_autocast_cache()
+
+
+class AmpHandle(_Handle):
     """The handle that ``amp.init`` returns: functions cast their arguments until :meth:`_deactivate`.
 
     Args:
         loss_scale: "dynamic", or a number above 0.
-        enable_caching: kept for scripts that read :attr:`has_cache`.
-        verbose: kept for scripts that read it.
+        enable_caching, verbose: kept for scripts that read them.
         allow_banned: True: functions that apex bans in 16 bits run in float32.
         patch_type: the 16-bit dtype of functions.
     """
@@ -108,8 +137,7 @@ class AmpHandle:
         patch_type: torch.dtype = torch.float16,
     ) -> None:
         self._loss_scale = loss_scale
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        self.has_cache, self.verbose = enable_caching, verbose
         self._is_active = True
         self._wraps = False
         # Those of the losses that are scaled by the handle itself share one scale; a wrapped one has its own.
@@ -128,16 +156,6 @@ class AmpHandle:
     def is_active(self) -> bool:
         """Return whether functions are cast and losses scaled."""
         return self._is_active
-
-    @property
-    def has_cache(self) -> bool:
-        """Return what ``amp.init(enable_caching=...)`` was called with."""
-        return self._enable_caching
-
-    @property
-    def verbose(self) -> bool:
-        """Return what ``amp.init(verbose=...)`` was called with."""
-        return self._verbose
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
@@ -176,12 +194,7 @@ class AmpHandle:
             yield scaled
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer that steps for several losses.
-
-        Args:
-            optimizer: the optimizer.
-            num_loss: number of losses between two steps. Default 1.
-        """
+        """Wrap an optimizer; from here on each optimizer scales its own losses."""
         self._wraps = True
         if self.is_active() and _core.session_of(optimizer) is None:
             self._start(optimizer, num_loss)
@@ -193,13 +206,6 @@ class AmpHandle:
         properties = {"patch_torch_functions": False, "loss_scale": self._loss_scale, "num_losses": num_losses}
         _core.start(parameters, optimizer, "O1", properties)
         self._optimizers.append(optimizer)
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the casts of weights, those of others too: torch has one cache."""
-        torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
         """Undo ``amp.init``: functions and optimizers are as before. A second call does nothing."""
@@ -213,15 +219,8 @@ class AmpHandle:
         self._stack.close()
 
 
-class NoOpHandle:
+class NoOpHandle(_Handle):
     """The handle of ``amp.init(enabled=False)``, which does nothing."""
-
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -230,20 +229,13 @@ class NoOpHandle:
         """Return a context manager that yields the loss."""
         return nullcontext(loss)
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer; its ``scale_loss`` yields the loss."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def _clear_cache(self) -> None: ...
-
     def _deactivate(self) -> None: ...
 
 
-class SessionHandle:
+class SessionHandle(_Handle):
     """The handle after ``amp.initialize``: :meth:`_deactivate` ends the casts of functions, and nothing else."""
 
     has_cache = True
-    verbose = False
 
     def is_active(self) -> bool:
         """Return whether such a session is live."""
@@ -253,15 +245,8 @@ class SessionHandle:
         """Do what ``amp.scale_loss`` does."""
         return scale_loss(loss, optimizer)
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer that was passed to ``amp.initialize(num_losses=...)``."""
-        return OptimWrapper(optimizer, self, num_loss)
-
     def _disable_casts(self) -> AbstractContextManager[None]:
         return mp.disable_casts()
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
         for session in self._sessions():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -10,13 +10,6 @@ from torch.optim import Optimizer
 from .... import amp as mp
 
 __all__ = ["OptimWrapper"]
-
-
-class Handle(Protocol):
-    """What a wrapped optimizer uses of its handle."""
-
-    def is_active(self) -> bool:
-        """Return whether losses are scaled."""
 
 
 class OptimWrapper:
@@ -30,7 +23,7 @@ class OptimWrapper:
         num_loss: number of losses between two steps.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_handle: Handle, num_loss: int) -> None:
+    def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._num_loss = num_loss

@@ -23,18 +23,12 @@ class FusedNovoGrad(ByForeach):
     ``g / d + weight_decay * p``, and the update is ``lr * m / (1 - beta1 ** step)``.
 
     Args:
-        params: parameters or groups.
-        lr: the learning rate. Default 1e-3.
-        bias_correction: whether the moments are corrected for their start. Default True.
-        betas: decay rates of the two moments. Default (0.9, 0.999).
+        params, lr, bias_correction, betas, weight_decay, amsgrad, grad_averaging, set_grad_none: as in FusedLAMB. The
+            default of weight_decay is 0.
         eps: added to the denominator. Default 1e-8.
-        weight_decay: the weight decay's coefficient. Default 0.
-        amsgrad: refused, as in apex.
         reg_inside_moment: whether norm and weight decay are inside of the first moment. Default False.
-        grad_averaging: whether the new gradient is multiplied by ``1 - beta1``. Default True.
         norm_type: 2, or 0 for the largest magnitude. Default 2.
         init_zero: whether the second moment begins at 0. Default False.
-        set_grad_none: the default of ``zero_grad(set_to_none=...)``. Default True.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
