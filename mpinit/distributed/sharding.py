@@ -221,19 +221,34 @@ def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[
     )
 
 
-def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Refuse groups of several dtypes, because FSDP gathers a group's parameters in one buffer."""
+def _gathers_each(group: Any) -> bool:
+    """Return whether FSDP can gather each float32 shard of a group in a dtype of its own, as from torch 2.15 on."""
+    return all(
+        entry.sharded_param.dtype is torch.float32 and hasattr(entry.mp_policy, "param_dtype_override_fn")
+        for entry in group.fsdp_params
+    )
+
+
+def check_groups(
+    modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype], keeps_shards: bool
+) -> None:
+    """Refuse groups of several dtypes, because FSDP gathers a group's parameters in one buffer.
+
+    Args:
+        keeps_shards: whether float32 shards stay float32, so that only their gathered copies have several dtypes.
+    """
     for group in groups_of_fsdp(modules):
         trained = [entry for entry in group.fsdp_params if entry.sharded_param.requires_grad]
         wanted = [targets.get(entry.sharded_param, entry.sharded_param.dtype) for entry in trained]
         names = [entry._param_fqn or entry._module_info.param_name for entry in trained]
         found = dict(zip(reversed(wanted), reversed(names), strict=True))
-        if len(found) > 1:
+        if len(found) > 1 and not (keeps_shards and _gathers_each(group)):
             both = " and ".join(f"{name!r} in {dtype}" for dtype, name in reversed(found.items()))
             raise ValueError(
-                f"fully_shard has put parameters into one group that are to be in different dtypes ({both}), and FSDP "
-                "gathers a group in one dtype. Call fully_shard on each module that stays float32 (BatchNorm, "
-                "keep_fp32) before it is called on the model, or pass keep_batchnorm_fp32=False"
+                f"fully_shard has put parameters into one group that are to be in different dtypes ({both}). Before "
+                "torch 2.15, and with other than full masters, FSDP gathers a group in one dtype. Call fully_shard on "
+                "each module that stays float32 (BatchNorm, keep_fp32) before it is called on the model, or pass "
+                "keep_batchnorm_fp32=False"
             )
         for entry, dtype, name in zip(trained, wanted, names, strict=True):
             # Since torch 2.15 a policy can name a type for each parameter.
@@ -254,7 +269,8 @@ def gathered_dtypes(
     for group in groups_of_fsdp(modules):
         parameters = [entry.sharded_param for entry in group.fsdp_params]
         wanted = {targets.get(parameter) for parameter in parameters}
-        if len(wanted) == 1 and all(parameter.dtype is torch.float32 for parameter in parameters):
+        is_one = len(wanted) == 1 and all(parameter.dtype is torch.float32 for parameter in parameters)
+        if is_one or _gathers_each(group):
             found |= {p: targets[p] for p in parameters if p in targets and targets[p] is not torch.float32}
     return found
 
@@ -266,16 +282,15 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
     """
     before: list[tuple[Any, Any]] = []
     for group in groups_of_fsdp(modules):
-        dtype = next(
-            (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
-        )
-        if dtype is not None:
-            # Up to torch 2.13 a group has a policy beside those of its parameters.
-            for holder in (*([group] if hasattr(group, "mp_policy") else []), *group.fsdp_params):
-                policy = holder.mp_policy
-                before.append((holder, policy))
-                reduced = policy.reduce_dtype or torch.float32
-                holder.mp_policy = replace(policy, param_dtype=dtype, reduce_dtype=reduced)
+        wanted = {entry: dtypes.get(entry.sharded_param) for entry in group.fsdp_params}
+        narrow = next(filter(None, wanted.values()), None)
+        # Up to torch 2.13 a group has a policy beside those of its parameters, which all have its dtype.
+        holders = wanted | ({group: narrow} if hasattr(group, "mp_policy") else {})
+        for holder, dtype in holders.items() if narrow is not None else ():
+            policy = holder.mp_policy
+            before.append((holder, policy))
+            # Named, because the default of torch 2.15 is not that of 2.13.
+            holder.mp_policy = replace(policy, param_dtype=dtype, reduce_dtype=policy.reduce_dtype or torch.float32)
 
     def undo() -> None:
         for holder, policy in before:

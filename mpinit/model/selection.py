@@ -91,8 +91,9 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         if plan.masters is MasterWeightsMode.IN_MODEL:
             inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
             targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
-    check_groups(index.names, targets)
-    gathered = gathered_dtypes(index.names, targets) if plan.masters is MasterWeightsMode.FULL else {}
+    keeps_shards = plan.masters is MasterWeightsMode.FULL
+    check_groups(index.names, targets, keeps_shards)
+    gathered = gathered_dtypes(index.names, targets) if keeps_shards else {}
     targets |= dict.fromkeys(gathered, torch.float32)
     dtypes = targets.values() if plan.cast_model else [tensor.dtype for tensor in tensors]
     came_in_16_bit: dict[torch.Tensor, str] = {}

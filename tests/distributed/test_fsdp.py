@@ -94,7 +94,7 @@ def test_group_of_two_dtypes_is_refused_and_batchnorm_works() -> None:
     model = fully_shard(network(), mesh=engines.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with engines.refused(ValueError, "fully_shard", "keep_batchnorm_fp32"):
-        mpinit.initialize(model, optimizer, "O2")
+        mpinit.initialize(model, optimizer, "O5", master_weights="split")
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     model = network()
     fully_shard(model[1], mesh=engines.mesh(2))
@@ -490,3 +490,62 @@ def test_overflow_of_one_loss_changes_its_scale_alone() -> None:
         assert mpinit.step_was_skipped(optimizer) == (index == 1)
         engines.assert_one((mpinit.loss_scale(optimizer, 0), mpinit.loss_scale(optimizer, 1)))
     assert (mpinit.loss_scale(optimizer, 0), mpinit.loss_scale(optimizer, 1)) == (512.0, 1024.0)
+
+
+@ranks(2, ("O2",), ("O5",))
+def test_gradients_of_shards_are_reduced_in_float32(level: str) -> None:
+    """In bfloat16 the sum would be 256, whatever the version's own default is."""
+    for dtype, expected in ((None, 257.0), (BF16, 256.0)) if level == "O5" else ((None, 257.0),):
+        model = nn.Linear(1, 4, bias=False)
+        fully_shard(model, mesh=engines.mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, level, loss_scale=1.0, verbosity=0)
+        model(torch.tensor([[2.0 if dist.get_rank() else 512.0]])).sum().backward()
+        gradient = model.weight.grad
+        assert gradient.dtype is F32 and gradient.to_local()[0].item() == expected
+        mpinit.undo(model)
+
+
+class Routed(nn.Module):
+    """A layer, and a router whose small differences bfloat16 would round away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.router, self.scale = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.full((8,), 1.001))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return self.router(hidden).float() + (hidden.float() * self.scale).sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+@ranks(2)
+def test_kept_parameters_in_a_group_with_others() -> None:
+    """Refused before torch 2.15 with the way out; from there on, gathered in float32 beside 16-bit ones."""
+    kept = {"keep_fp32": ["router", "scale"], "verbosity": 0}
+    alone = Routed()
+    mpinit.initialize(alone, opt_level="O5", **kept)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    expected = alone(x)
+    mpinit.undo(alone)
+    model = Routed()
+    fully_shard(model, mesh=engines.mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
+        with engines.refused(ValueError, "fully_shard", "Before torch 2.15"):
+            mpinit.initialize(model, optimizer, "O5", **kept)
+        return
+    mpinit.initialize(model, optimizer, "O5", **kept)
+    inside: dict[str, torch.dtype] = {}
+    for name in ("layer", "router"):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, _, name=name: inside.update({name: module.weight.dtype, "scale": model.scale.dtype})
+        )
+    output = model(x)
+    assert inside == {"layer": BF16, "router": F32, "scale": F32}
+    assert torch.equal(output, expected)
+    output.square().mean().backward()
+    optimizer.step()
+    state = engines.whole(model.state_dict())
+    engines.assert_one(state)
+    assert not torch.equal(state["router.weight"], Routed().router.weight)
