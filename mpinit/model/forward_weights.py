@@ -10,7 +10,7 @@ the backward pass finds the same tensors: activation checkpointing, reversible b
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -35,12 +35,19 @@ _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 # Tensors of other dtypes are never cast.
 _CAST: Final = (torch.float32, torch.float16, torch.bfloat16)
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_DTYPE: Final = attrgetter("dtype")
 
 
 class _Cast(NamedTuple):
     parameter: nn.Parameter
     version: int
     cast: torch.Tensor
+
+
+def _unwatch(casts: Mapping[int, _Cast]) -> None:
+    """Watch the ``data`` of these parameters and of their casts no more."""
+    unwatch(casts)
+    unwatch([id(each.cast) for each in list(casts.values())])
 
 
 class WeightCasts:
@@ -71,7 +78,7 @@ class WeightCasts:
         self._keeps = keeps
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
-        self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(unwatch, self._casts))
+        self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(_unwatch, self._casts))
         self._lock = threading.Lock()
         self._thread: int | None = None
 
@@ -120,23 +127,36 @@ class WeightCasts:
             return layout.casts
         # Casts record a graph although a forward may not: a later one trains with them.
         with torch.inference_mode(False), torch.enable_grad():
-            casts = list(map(self._cast_of, parameters, versions))
+            self._renew(parameters, versions)
+            known = [self._casts.get(id(parameter)) for parameter in parameters]
+            casts = [
+                parameter.to(self.dtype) if each is None or each.version != version else each.cast
+                for parameter, version, each in zip(parameters, versions, known, strict=True)
+            ]
         layout.casts, layout.seen, layout.generation = casts, seen, self.generation
         return casts
 
-    def _cast_of(self, parameter: nn.Parameter, version: int) -> torch.Tensor:
-        known = self._casts.get(id(parameter))
-        if known is not None and known.version == version and known.cast.requires_grad == parameter.requires_grad:
-            return known.cast
-        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_leaf
-        if parameter.is_inference() or not is_plain:
-            return parameter.to(self.dtype)
-        cast = cast_with_float32_gradients(parameter, self.dtype)
-        cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
-        self._casts[id(parameter)] = _Cast(parameter, version, cast)
-        self.generation += known is not None
-        watch([parameter])
-        return cast
+    def _renew(self, parameters: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
+        """Make the casts that are missing, or older than their parameters, in one operation."""
+        stale: dict[int, tuple[nn.Parameter, int]] = {}
+        for parameter, version in zip(parameters, versions, strict=True):
+            known = self._casts.get(id(parameter))
+            if known is not None and known.version == version and known.cast.requires_grad == parameter.requires_grad:
+                continue
+            is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_leaf
+            if is_plain and not parameter.is_inference():
+                stale[id(parameter)] = parameter, version
+        if not stale:
+            return
+        made = cast_with_float32_gradients([parameter for parameter, _ in stale.values()], self.dtype)
+        replaced = [id(self._casts[key].cast) for key in stale if key in self._casts]
+        unwatch(replaced)
+        self.generation += bool(replaced)
+        for (key, (parameter, version)), cast in zip(stale.items(), made, strict=True):
+            cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
+            self._casts[key] = _Cast(parameter, version, cast)
+        watch([parameter for parameter, _ in stale.values()])
+        watch(made)  # a forward may write through the cast's ``data``
 
     def drop(self, casts: Iterable[torch.Tensor]) -> None:
         """Drop casts that a forward has written to."""
@@ -148,11 +168,14 @@ class WeightCasts:
         """Drop the casts of parameters that the models have no more, with the parameters."""
         present = {id(parameter) for model in self._models for parameter in model.parameters()}
         present |= {id(parameter) for active in ACTIVE_CASTS for parameter in active.parameters}
-        self._keep_only(present)
+        # A node of the graph keeps all parameters alive that it has casts of.
+        nodes = {each.cast.grad_fn for key, each in self._casts.items() if key not in present} - {None}
+        self._keep_only({key for key in present & self._casts.keys() if self._casts[key].cast.grad_fn not in nodes})
+        self.generation += bool(nodes)
 
     def _keep_only(self, ids: set[int]) -> None:
-        gone = self._casts.keys() - ids
-        unwatch(gone)
+        gone = {key: each for key, each in self._casts.items() if key not in ids}
+        _unwatch(gone)
         for key in gone:
             del self._casts[key]
 
@@ -174,6 +197,7 @@ class _Layout:
 
     def __init__(self, modules: list[nn.Module], weights: WeightCasts) -> None:
         self.below = modules[1:]
+        self.has_rnn = any(isinstance(module, nn.RNNBase) for module in modules)
         found = weights.slots_of(modules)
         self.slots = [(parameters, name) for parameters, name, _ in found]
         self.parameters = [parameter for *_, parameter in found]
@@ -183,13 +207,14 @@ class _Layout:
         self._seen = Entries(self.below, "_modules"), Entries(self.below, "_parameters")
         self._first = _entries_of(modules[:1])
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
-        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        self._dtypes = list(map(_DTYPE, self._tensors))
 
     def is_current(self, module: nn.Module) -> bool:
         """Return whether no module or parameter was added, removed or replaced."""
         if not are_same(_entries_of([module]), self._first):
             return False
-        return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
+        are_as_seen = all(entries.are_as_seen(self.below) for entries in self._seen)
+        return are_as_seen and list(map(_DTYPE, self._tensors)) == self._dtypes
 
 
 def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
@@ -203,34 +228,35 @@ class _ActiveCasts:
 
     def __init__(self, modules: list[nn.Module], layout: _Layout, casts: list[torch.Tensor]) -> None:
         self.thread = threading.get_ident()
-        self.modules = modules
         self.slots, self.parameters, self.casts = layout.slots, layout.parameters, casts
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)] if layout.has_rnn else []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
         self._versions: list[int] = []
 
     def swap_in(self) -> None:
         for (parameters, name), cast in zip(self.slots, self.casts, strict=True):
             parameters[name] = cast
-        for module in self.modules:
-            if isinstance(module, nn.RNNBase):
-                # __dict__, because torch.compile cannot trace vars(module) in torch 2.15.
-                self._flat[module] = {name: module.__dict__[name] for name in _FLAT_WEIGHTS}
-                module._init_flat_weights()
+        for module in self._rnns:
+            # __dict__, because torch.compile cannot trace vars(module) in torch 2.15.
+            self._flat[module] = {name: module.__dict__[name] for name in _FLAT_WEIGHTS}
+            module._init_flat_weights()
         # Now: cudnn has written the casts of RNNs to one buffer, which is no write of the user's.
-        watch(self.casts)
         self._versions = _versions(self.casts)
 
     def swap_out(self) -> list[int]:
         """Put the parameters back; return the indices of those whose casts were written to or replaced."""
-        written = []
+        written: list[int] = []
+        present = [parameters.get(name) for parameters, name in self.slots]
+        # No versions: swap_in() has failed, and the casts may be in some places only.
         now = _versions(self.casts)
-        unwatch(map(id, self.casts))
-        for index, ((parameters, name), cast) in enumerate(zip(self.slots, self.casts, strict=True)):
-            present, parameter = parameters.get(name), self.parameters[index]
-            # No versions: swap_in() has failed.
-            was_written = bool(self._versions) and now[index] != self._versions[index]
-            if was_written or not (present is cast or present is parameter):
-                written.append(index)
+        before = self._versions or now
+        if now != before or not are_same(present, self.casts):
+            written = [
+                index
+                for index, (found, cast) in enumerate(zip(present, self.casts, strict=True))
+                if now[index] != before[index] or not (found is cast or found is self.parameters[index])
+            ]
+        for (parameters, name), parameter in zip(self.slots, self.parameters, strict=True):
             parameters[name] = parameter
         for module, flat in self._flat.items():
             module.__dict__.update(flat)

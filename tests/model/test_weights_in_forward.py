@@ -243,6 +243,19 @@ def test_a_weight_has_one_cast_until_it_changes() -> None:
     assert not seen[-1].requires_grad
 
 
+def test_a_backward_pass_of_one_output_leaves_other_weights_alone() -> None:
+    model: Any = Parts(lambda self, x: (self.a(x), self.b(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model.b.bias.requires_grad_(False)
+    start(model)
+    first, second = model(torch.ones(2, 4))
+    first.sum().backward()
+    assert torch.equal(model.a.weight.grad, torch.full((4, 4), 2.0))
+    assert model.b.weight.grad is None
+    (alone,) = torch.autograd.grad(second.sum(), [model.b.weight])
+    assert torch.equal(alone, torch.full((4, 4), 2.0))
+    assert model.b.bias.grad is None
+
+
 def test_a_parameter_that_is_named_stays_float32() -> None:
     def run(self: Any, x: Tensor) -> Tensor:
         kinds.append((self.scale.dtype, self.layer.weight.dtype))

@@ -34,7 +34,7 @@ def test_weights_are_float32_outside_after_an_exception_too() -> None:
     is_float32_outside(model)
 
 
-MAY_FAIL = [(nn.RNNBase, "_init_flat_weights"), (WeightCasts, "_cast_of")]
+MAY_FAIL = [(nn.RNNBase, "_init_flat_weights"), (WeightCasts, "_renew")]
 
 
 @pytest.mark.parametrize(("owner", "name"), MAY_FAIL)
