@@ -147,8 +147,8 @@ class Skips:
             at = "" if record.scale is None else f" at loss scales down to {record.scale:g}"
             finite = "" if loss is None else f" although the loss was finite ({loss:g})"
             why = (
-                f"gradients were inf or nan{at}{finite}. A dynamic scale that comes down to its limit at the beginning "
-                f"of a training does that. If it goes on: {record.advice}"
+                f"gradients were inf or nan{at}{finite}. At the beginning of a training that is normal: the dynamic "
+                f"scale comes down until gradients fit. If it goes on: {record.advice}"
             )
         else:
             why = (
@@ -167,6 +167,6 @@ class Skips:
         at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
-            "lowering the loss scale does not help, so the forward or the loss itself is inf or nan. "
+            "no loss scale helps, so inf or nan are computed in the forward pass, the loss or an operation's gradient. "
             f"{record.advice}; max_consecutive_skips moves the limit"
         )

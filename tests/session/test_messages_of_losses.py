@@ -129,7 +129,7 @@ def test_groups_replaced_by_hand_and_moves_to_meta_are_warned_of() -> None:
     optimizer.param_groups[0]["params"] = [p.detach().clone().requires_grad_() for p in model.parameters()]
     with mpinit.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
-    with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"):
+    with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*no parameter of this optimizer"):
         optimizer.step()
 
     model, optimizer = pair()
@@ -138,6 +138,6 @@ def test_groups_replaced_by_hand_and_moves_to_meta_are_warned_of() -> None:
         scaled_loss.backward()
     with (
         pytest.warns(UserWarning, match="4 parameters were put into the model after mpinit.initialize"),
-        pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"),
+        pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*no parameter of this optimizer"),
     ):
         optimizer.step()
