@@ -1,5 +1,6 @@
 """scale_loss and disable_casts, and the handles of ``amp.init``, apex's first interface."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -88,7 +89,7 @@ def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list
         yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
 
 
-class _Handle:
+class _Handle(ABC):
     """What all handles have.
 
     Attributes:
@@ -97,9 +98,13 @@ class _Handle:
 
     has_cache = verbose = False
 
+    @abstractmethod
     def is_active(self) -> bool:
         """Return whether functions are cast and losses scaled."""
-        return False
+
+    @abstractmethod
+    def _begin(self, optimizer: Optimizer, num_loss: int) -> None:
+        """Let the losses of an optimizer that is being wrapped be scaled."""
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Wrap an optimizer that steps for several losses.
@@ -108,6 +113,7 @@ class _Handle:
             optimizer: the optimizer.
             num_loss: number of losses between two steps. Default 1.
         """
+        self._begin(optimizer, num_loss)
         return OptimWrapper(optimizer, self, num_loss)
 
     def _clear_cache(self) -> None:
@@ -193,12 +199,10 @@ class AmpHandle(_Handle):
         with mp.scale_loss(loss, optimizer) as scaled:
             yield scaled
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer; from here on each optimizer scales its own losses."""
+    def _begin(self, optimizer: Optimizer, num_loss: int) -> None:
         self._wraps = True
         if self.is_active() and _core.session_of(optimizer) is None:
             self._start(optimizer, num_loss)
-        return OptimWrapper(optimizer, self, num_loss)
 
     def _start(self, optimizer: Any, num_losses: int) -> None:
         """Let the optimizer's losses be scaled: a session over its parameters that casts nothing."""
@@ -222,6 +226,12 @@ class AmpHandle(_Handle):
 class NoOpHandle(_Handle):
     """The handle of ``amp.init(enabled=False)``, which does nothing."""
 
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    def _begin(self, optimizer: Optimizer, num_loss: int) -> None: ...
+
     def _disable_casts(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -240,6 +250,8 @@ class SessionHandle(_Handle):
     def is_active(self) -> bool:
         """Return whether such a session is live."""
         return bool(self._sessions())
+
+    def _begin(self, optimizer: Optimizer, num_loss: int) -> None: ...
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
         """Do what ``amp.scale_loss`` does."""

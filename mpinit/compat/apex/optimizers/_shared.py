@@ -53,8 +53,9 @@ class OverTorch(ApexOptimizer):
 class ByForeach(ApexOptimizer, ABC):
     """An optimizer whose update is written here, group by group and device by device."""
 
+    @abstractmethod
     def before_groups(self, grads: list[torch.Tensor]) -> None:
-        """Look at all gradients of a step before any group is updated. Default: nothing."""
+        """Look at all gradients of a step before any group is updated."""
 
     @abstractmethod
     def update(self, group: dict[str, Any], params: list[Any]) -> None:

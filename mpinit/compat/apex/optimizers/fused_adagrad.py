@@ -40,6 +40,9 @@ class FusedAdagrad(ByForeach):
         self.set_grad_none = set_grad_none
         super().__init__(as_groups(params), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
+    def before_groups(self, grads: list[torch.Tensor]) -> None:
+        """Do nothing."""
+
     def update(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update parameters of one group and one device."""
         decay = group["weight_decay"]

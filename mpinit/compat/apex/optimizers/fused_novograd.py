@@ -81,6 +81,9 @@ class FusedNovoGrad(ByForeach):
             )
         super().load_state_dict(state_dict)
 
+    def before_groups(self, grads: list[torch.Tensor]) -> None:
+        """Do nothing."""
+
     def update(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update parameters of one group and one device."""
         beta1, beta2 = group["betas"]
