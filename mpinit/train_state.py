@@ -269,7 +269,7 @@ class TrainState:
         names = [name for group in own["param_groups"] for name in group["params"]]
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         pairs = zip(names, weights, strict=True)
-        return {name: (weight, own["state"][name]) for name, weight in pairs if name in saved and name in own["state"]}
+        return {name: (weight, own["state"].get(name, {})) for name, weight in pairs if name in saved}
 
     def _load_frozen(self, optimizer: Optimizer, optim: Mapping[str, Any], options: Any) -> None:
         """Load the optimizer's state of frozen weights, which torch does not load: unfrozen, they would start without.

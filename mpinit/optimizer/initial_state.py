@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -64,6 +65,10 @@ def _step_without_effect(
     optimizer: Optimizer, managed: ManagedOptimizer | None, weights: Sequence[nn.Parameter]
 ) -> None:
     masters = None if managed is None else managed.shared.masters
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    # LBFGS needs a loss. With gradients of 0 it is where it wants to be.
+    needs_closure = parameter is not None and parameter.default is parameter.empty
+    closure: list[Any] = [lambda: torch.zeros((), device=weights[0].device)] if needs_closure else []
     undos = UndoStack()
     try:
         undos.push(_Numbers(weights, masters).restore)
@@ -74,10 +79,10 @@ def _step_without_effect(
         if managed is not None and managed.is_patched:
             # Not through its step, which counts steps, unless all learning rates are 0.
             managed.check_unscaled("mpinit.TrainState")
-            managed.run_own()
+            managed.run_own(*closure)
         else:
             step = inside_hooks(optimizer.step)
-            (optimizer.step if step is None else partial(step, optimizer))()
+            (optimizer.step if step is None else partial(step, optimizer))(*closure)
     finally:
         undos.unwind()
 

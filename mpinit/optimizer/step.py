@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..autocast.thread_flags import CastsAs, CastsOff, flags, is_on
 from ..basics.bulk import grads_of, have_grads
+from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
 from ..basics.running import reads_without_sync
@@ -31,6 +32,7 @@ from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
 from . import hooks
 from .gradients import Gradients, any_of, are_zero
+from .members import wrapped_by
 from .params import OptimizerParams, Snapshot
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
@@ -145,7 +147,7 @@ class ManagedOptimizer:
         refuse_changes_in_forward("step()")
         if closure is None and creates_state_only(optimizer):
             self.check_unscaled(STEP, _STEP_LATER)
-            return self._with_hooks(lambda _, *args, **kwargs: self.run_own(*args, **kwargs), args, kwargs)
+            return self._with_hooks(lambda _, *args, **kwargs: self._create_state(*args, **kwargs), args, kwargs)
         self._prepare()
         decision, found_inf = _Decision.RUN, None
         if closure is None:
@@ -184,6 +186,17 @@ class ManagedOptimizer:
         finally:
             undos.unwind()
         self.skips.count_in_kernel(found_inf)
+        return result
+
+    def _create_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step that only creates state. In 16 bits, at O3, it may divide 0 by an eps that is 0 there."""
+        mastered = set(map(id, self.params.mastered))
+        others = [p for p in self.params.weights if id(p) not in mastered and is_lower_precision(p.dtype)]
+        before = [(parameter, parameter.detach().clone()) for parameter in others]
+        result = self.run_own(*args, **kwargs)
+        with torch.no_grad():
+            for parameter, values in before:
+                parameter.copy_(values)
         return result
 
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
@@ -453,7 +466,7 @@ def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
     step.managed = managed  # type: ignore[attr-defined]
     if hasattr(managed.inner, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    methods: list[Any] = [step, *(_on_masters(managed, name) for name in (_LOAD, *_own_methods(optimizer)))]
+    methods: list[Any] = [step, *(_on_masters(managed, optimizer, name) for name in (_LOAD, *_own_methods(optimizer)))]
     undos.push(functools.partial(_end, managed))
     if states is not None:
         undos.push(functools.partial(_decode_states, managed))
@@ -467,6 +480,9 @@ def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
         # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the
         # optimizer's own.
         undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
+    for inner in wrapped_by(optimizer):
+        # Its load_state_dict would cast state to the dtype of the weights, too.
+        undos.set_attribute(inner, _LOAD, WeakMethod(_on_masters(managed, inner, _LOAD), inner), stays_wrapped=True)
     managed.is_patched = True
 
 
@@ -484,9 +500,9 @@ def _decode_states(managed: ManagedOptimizer) -> None:
         decode([state for state in holder.state.values() if isinstance(state, dict)])
 
 
-def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
-    """Make a method that runs one of the optimizer's own methods on float32 masters."""
-    optimizer, known = managed.optimizer, managed.reference
+def _on_masters(managed: ManagedOptimizer, optimizer: Optimizer, name: str) -> Callable[..., Any]:
+    """Make a method that runs a method of an optimizer, or of one that it wraps, on float32 masters."""
+    known = weakref.ref(optimizer)
     inner = weakly_bound(getattr(optimizer, name), optimizer)
 
     @functools.wraps(getattr(inner, "__func__", inner))

@@ -367,6 +367,7 @@ def test_a_state_loads_where_a_layer_was_not_used(kind: str, make: Any) -> None:
     for _ in range(2):
         step(model, optimizer, "used")
     saved = copy.deepcopy(mpinit.TrainState(model, optimizer).state_dict())
+    mpinit.TrainState(model, optimizer).load_state_dict(copy.deepcopy(saved))  # the run that wrote it
     other, its_optimizer = started()
     mpinit.TrainState(other, its_optimizer).load_state_dict(saved)
     for network, own in ((model, optimizer), (other, its_optimizer)):
@@ -374,3 +375,31 @@ def test_a_state_loads_where_a_layer_was_not_used(kind: str, make: Any) -> None:
             step(network, own, part)
     for (name, value), expected in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("kind", ["O0", "O5", "split"])
+def test_a_state_from_before_lbfgs_has_stepped_is_read(kind: str) -> None:
+    def started() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        mpinit.initialize(model, optimizer, **LEVELS[kind])
+        return model, optimizer
+
+    def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.eye(4)).float() - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, optimizer = started()
+    saved = copy.deepcopy(mpinit.TrainState(model, optimizer).state_dict())
+    assert not optimizer.state
+    step(model, optimizer)
+    other, its_optimizer = started()
+    mpinit.TrainState(other, its_optimizer).load_state_dict(saved)
+    step(other, its_optimizer)
+    assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])

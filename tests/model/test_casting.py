@@ -5,6 +5,7 @@ Below the public face: casts of buffers are undone without a session.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,25 @@ def test_frozen_weights_keep_their_rounding(optimised: bool, level: str) -> None
     assert bits(model.state_dict()["0.weight"]) == bits(rounded)
     mpinit.undo(model)
     assert bits(model[0].weight) == bits(rounded)
+
+
+@pytest.mark.parametrize("store", [True, "model"])
+def test_a_large_frozen_weight_is_finite_when_it_is_unfrozen(store: Any) -> None:
+    """float16 has no number above 65,504, and the weight has no master as long as it is frozen."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[0, 0] = 1e5
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mpinit.initialize(model, optimizer, "O2", master_weights=store)
+    model[0].requires_grad_(True)
+    with mpinit.scale_loss(model(torch.zeros(1, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    found = model.state_dict()["0.weight"][0, 0].item()
+    assert found in (65504.0, 1e5) and model[0].weight.isfinite().all()
 
 
 @pytest.mark.parametrize(("level", "value"), [("O2", -1e9), ("O2", LOWEST), ("O3", 1e38), ("O5", LOWEST)])

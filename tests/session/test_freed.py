@@ -232,3 +232,33 @@ def test_copies_whose_data_was_used_are_freed_with_the_model(level: str) -> None
     assert tensors_of(shape) > 0
     del model, optimizer, each, loss
     assert tensors_of(shape) == 0
+
+
+@pytest.mark.parametrize("level", ["O2", "split"])
+def test_replaced_parameters_are_freed_with_their_masters(level: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    mpinit.initialize(model, optimizer, **LEVELS[level])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    def replace() -> list[weakref.ref[Any]]:
+        old = [*model[1].parameters()]
+        known = [weakref.ref(each) for each in (*old, *[*mpinit.master_params(optimizer)][2:])]
+        model[1] = nn.Linear(4, 2).to(old[0].dtype)
+        optimizer.param_groups[0]["params"][2:] = list(model[1].parameters())
+        for weight in old:
+            optimizer.state.pop(weight, None)
+        return known
+
+    gone = []
+    for _ in range(5):
+        step()
+        gone += replace()
+    step()
+    gc.collect()
+    assert [each() for each in gone] == [None] * 20

@@ -234,3 +234,17 @@ def test_tensors_that_were_given_in_16_bit_are_so_after_undo(level: str) -> None
     model[1]._apply(lambda tensor: tensor.clone())  # replaces buffers, as a move to a device does
     mpinit.undo(model)
     assert model[1].table.dtype == frozen.dtype == dtype
+
+
+@pytest.mark.parametrize("store", [True, "split", "model"])
+def test_a_weight_of_another_shape_does_not_stop_undo(store: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", master_weights=store)
+    model[0].weight.data = torch.ones(2, 4, dtype=model[0].weight.dtype)
+    mpinit.undo(model)
+    assert torch.equal(model[1].weight, before)
+    assert torch.equal(model[0].weight.float(), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="is not initialised"):
+        mpinit.undo(model)
