@@ -408,7 +408,7 @@ def compile_steps(optimizer: Optimizer) -> None:
             f"{session.describe()} has float32 masters and states, and there is nothing to compile: compile_steps is "
             'for master_weights="split", optimizer_state="int8" and optimizer_state="bfloat16"'
         )
-    devices = {weight.device for managed in session.managed for weight in managed.parameters()}
+    devices = {weight.device for managed in session.managed for weight in managed.params.parameters()}
     compiled = [(run, compiled_for(device, samples)) for run, samples in parts for device in devices]
     for run, functions in compiled:
         run.add(functions)

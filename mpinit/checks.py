@@ -144,7 +144,7 @@ def check(
     if selection.changes:
         check_memory(index, selection.targets)
     check_optimizers(optimizers, plan)
-    trained = {*trained_by(optimizers), *(p for _, p in index.parameters if awaits and p.requires_grad)}
+    trained = {*map(id, trained_by(optimizers)), *(id(p) for _, p in index.parameters if awaits and p.requires_grad)}
     clamped = check_values(index, selection.targets, trained if plan.makes_masters else ())
     return replace(selection, clamped=clamped)
 

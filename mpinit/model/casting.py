@@ -116,7 +116,8 @@ class Casts:
         for master in self.masters:
             self.masters.cast(master, targets.get(master.weight, master.dtype))
         rebuild_flat_weights(index.names)
-        index.read_tensors()  # the buffers are others
+        if self._buffers:
+            index.read_tensors()  # they are others
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""

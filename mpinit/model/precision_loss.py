@@ -13,7 +13,7 @@ computations with them enlarge the error:
 Running statistics, embeddings of positions, masks and normalising constants are not among them.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -43,14 +43,14 @@ _EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
 
 
 def check_values(
-    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], mastered: Container[torch.Tensor]
+    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], mastered: Collection[int]
 ) -> set[torch.Tensor]:
     """Refuse, or warn of, casts that damage numbers.
 
     Args:
         index: the index of the models.
         targets: tensor -> the dtype that it is about to be cast to.
-        mastered: the weights that are going to have masters.
+        mastered: the ids of the weights that are going to have masters.
 
     Returns:
         The tensors without a master whose finite values overflow: they are clamped.
@@ -58,9 +58,8 @@ def check_values(
     Raises:
         ValueError: values of a weight with a master overflow.
     """
-    changed = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
-    beyond = out_of_range(changed)
-    refused = [tensor for tensor in beyond if tensor in mastered]
+    beyond = out_of_range(targets)
+    refused = [tensor for tensor in beyond if id(tensor) in mastered]
     if refused:
         names, name = Names(index.models).of_all(refused), dtype_name(targets[refused[0]])
         raise ValueError(
@@ -75,10 +74,8 @@ def check_values(
             "become that largest instead of infinite. Masters and buffers keep the full numbers for mpinit.undo. Where "
             f"the full numbers are needed, add keep_fp32=[{', '.join(map(repr, names))}], or their modules"
         )
-    clamped = set(beyond)
-    losing = {tensor: dtype for tensor, dtype in changed.items() if tensor not in clamped and tensor not in mastered}
-    _warn_about_precision_loss(index, losing)
-    return clamped
+    _warn_about_precision_loss(index, targets, {*mastered, *map(id, beyond)})
+    return set(beyond)
 
 
 def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
@@ -107,7 +104,9 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> list[torch.Tens
     return [tensor for tensor in targets if tensor in found] if found else []
 
 
-def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+def _warn_about_precision_loss(
+    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], but_for: set[int]
+) -> None:
     """Warn once about all tensors that their casts would damage, with the ``keep_fp32`` entry for each."""
     found: list[str] = []
     entries: list[str] = []
@@ -120,9 +119,9 @@ def _warn_about_precision_loss(index: ModelIndex, targets: Mapping[torch.Tensor,
                 candidates.append((name, parameter))
         for name, tensor in candidates:
             # Running statistics are measured, not constants.
-            is_skipped = tensor is None or isinstance(module, _NormBase)
+            is_skipped = tensor is None or id(tensor) in but_for or isinstance(module, _NormBase)
             dtype = None if tensor is None or is_skipped else targets.get(tensor)
-            reason = None if tensor is None or dtype is None else loss_of(tensor, dtype)
+            reason = None if tensor is None or dtype in (None, tensor.dtype) else loss_of(tensor, dtype)
             if reason is not None:
                 full_name = dotted(module_name, name)
                 found.append(f"{full_name} {reason}")
