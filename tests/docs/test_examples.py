@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,31 @@ def test_the_demo_prints_its_tables_and_writes_its_plot(tmp_path: Path, script) 
     place = page.index(heading)
     assert sorted(line[:2] for line in page[place + 2 : place + 9]) == sorted(each.name.split() for each in SETTINGS)
     assert next(line for line in printed if line[:1] == ["fine-tuned"]) in page
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_of_the_demo_is_a_bar_or_lines(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check what a terminal and a file get, and that a warning has a line to itself."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from demo.progress import Progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    before = warnings.showwarning
+    with warnings.catch_warnings(), Progress("O2 fp16", 2, 3) as progress:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _ in range(3):
+                progress.step()
+            warnings.warn("a scale", stacklevel=1)
+            progress.epoch(loss="0.5", scale="8")
+    said = capsys.readouterr().err
+    lines = [line.strip() for line in re.split(r"[\r\n]", said)]
+    assert any("UserWarning: a scale" in line and "%" not in line for line in lines)
+    assert ("O2 fp16 epoch 2 of 2: loss 0.5, scale 8" in lines) is not is_terminal
+    assert any("100%" in line and "6/6" in line for line in lines) is is_terminal
+    assert warnings.showwarning is before
 
 
 def test_an_interrupted_demo_shows_what_was_done(tmp_path: Path, script, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
