@@ -92,6 +92,10 @@ class Wrappers:
         self._older.clear()
         return found
 
+    def exist(self) -> bool:
+        """Return whether there is a wrapper of the models, an older one too."""
+        return bool(self._made or self._older) or any(map(self._is_around, _CALLED))
+
     def list(self) -> list[Any]:
         """List the wrappers, but for those that :meth:`take_older` has still to list."""
         return [*self._made]

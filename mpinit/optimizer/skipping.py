@@ -95,6 +95,7 @@ class Skips:
     def count_done(self) -> None:
         """Count a step that was done."""
         self.counter.count(skipped=False)
+        self._last = None, None, None  # the next step may use gradients that came through no block
 
     def count_stepped(self, optimizer: Optimizer) -> None:
         """Count a step that was run: its kernel skips by itself if torch.amp.GradScaler has passed it an overflow."""
@@ -127,6 +128,7 @@ class Skips:
             f"; loss scale now {scaler.loss_scale()}" if scaler is not None and scaler.is_dynamic else "",
             "".join(worst),
         )
+        self._last = None, None, None
         self.counter.count(skipped=True)
         self._raise_after_too_many()
         if self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
@@ -165,8 +167,10 @@ class Skips:
         record = self.log.last or self._write()
         names = ", ".join(record.parameters[:3]) or "gradients cleared since"
         at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
+        why = ""
+        if self._plan.is_dynamic:
+            why = "no loss scale helps, so inf or nan are computed in the forward, the loss or an operation's gradient. "
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
-            "no loss scale helps, so inf or nan are computed in the forward pass, the loss or an operation's gradient. "
-            f"{record.advice}; max_consecutive_skips moves the limit"
+            f"{why}{record.advice}; max_consecutive_skips moves the limit"
         )

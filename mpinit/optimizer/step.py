@@ -40,11 +40,11 @@ from .skipping import Skips
 
 STEP: Final = "optimizer.step()"
 _LOAD: Final = "load_state_dict"
-_INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: {}"
+_INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, at whose end gradients are unscaled: {}"
 _LATER: Final = "move it after the with-block"
 _STEP_LATER: Final = (
-    "move it after the with-block; where a hook steps each weight inside of the backward pass, there must be no loss "
-    "scale: opt_level='O5' or loss_scale=1.0"
+    "move it after the with-block; where a hook steps each weight inside of the backward pass, call loss.backward() "
+    "without mpinit.scale_loss, at opt_level='O5' or with loss_scale=1.0"
 )
 FIXED_SCALE: Final = (
     "{} evaluates the loss more than once in a step, and a dynamic loss scale may move in between: choose bfloat16, "

@@ -763,6 +763,34 @@ def test_300_blocks_of_one_step_add_up_to_300(store: str, scale: float) -> None:
     assert model.weight.grad is not None and model.weight.grad.tolist() == [[300.0, 300.0]]
 
 
+@full
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_gradients_are_float32_after_a_block(store: str, scale: float) -> None:
+    model, optimizer = one_weight(store, loss_scale=scale)
+    with mpinit.scale_loss(model(torch.full((1, 2), 2 / 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    gradient = model.weight.grad
+    rounded = torch.full((1, 2), 2 / 3).to(ONE_WEIGHT[store]).float()
+    assert gradient is not None and gradient.dtype is torch.float32 and torch.equal(gradient, rounded)
+    before = model.state_dict()["weight"]
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    expected = before - rounded * (0.3 / (rounded.norm() + 1e-6))
+    assert torch.equal(model.state_dict()["weight"], expected), "the clipped gradient was not rounded"
+
+
+@stores
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_a_step_inside_of_a_block_is_refused_at_any_scale(store: str, scale: float) -> None:
+    model, optimizer = one_weight(store, loss_scale=scale)
+    with mpinit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=r"step\(\) was called inside .*scale_loss.*move it after"):
+            optimizer.step()
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
 @stores
 def test_plain_passes_add_up_in_16_bits_unless_asked_otherwise(store: str) -> None:
     stops = {torch.float16: 2048.0, torch.bfloat16: 256.0}[ONE_WEIGHT[store]]
@@ -789,11 +817,30 @@ def test_a_process_group_without_a_wrapper_changes_no_gradient(store: str) -> No
 
 @full
 @pytest.mark.parametrize("views", [False, True])
-def test_blocks_in_a_wrapper_add_up_in_the_dtype_of_its_buckets(store: str, views: bool) -> None:
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_blocks_in_a_wrapper_add_up_in_the_dtype_of_its_buckets(store: str, views: bool, scale: float) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        model, optimizer = one_weight(store)
+        model, optimizer = one_weight(store, loss_scale=scale)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        for _ in range(3):
+            with mpinit.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[3.0, 3.0]]
+        optimizer.step()
+        del wrapped
+    finally:
+        dist.destroy_process_group()
+
+
+def test_blocks_in_an_older_wrapper_of_16_bit_weights_add_up() -> None:
+    """A wrapper from before initialize, which has recorded the dtype that the weights keep."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped = DistributedDataParallel(model)
+        mpinit.initialize(model, optimizer, "O5", verbosity=0)
         for _ in range(3):
             with mpinit.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()
@@ -865,6 +912,19 @@ def test_nan_written_after_the_check_is_stepped_unless_asked_for() -> None:
             parameter.grad.mul_(float("nan"))  # type: ignore[union-attr]
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer) == is_skipped
+
+
+@stores
+def test_a_report_does_not_tell_of_an_earlier_block(store: str) -> None:
+    model, optimizer = one_weight(store, loss_scale=1.0, skip_nonfinite=True)
+    pass_of(model, optimizer, torch.ones(1, 2))
+    optimizer.step()
+    optimizer.zero_grad()
+    (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+    optimizer.step()
+    report = mpinit.overflow_report(optimizer)
+    assert report.parameters == ("weight",) and report.loss is None and report.scale is None
+    assert "loss was finite" not in str(report)
 
 
 @stores
