@@ -180,6 +180,11 @@ _FP32_ROWS: Final = (
     _fp32("cosine_similarity", "tF:cosine_similarity", native=_NOWHERE, casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
     *LOSS_ROWS,
+    # Sums over many rows, which a CPU adds in 16 bits. On torch's lists for CUDA addbmm runs in 16 bits, and index_put
+    # in the widest dtype of its arguments.
+    *_rows(Cast.FP32, "tT", "index_add", _NOWHERE),
+    _fp32("fold", "N:col2im", "F:fold", _NOWHERE),
+    _fp32("unfold", "N:im2col", "F:unfold", _NOWHERE),
 )
 
 _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack t:column_stack"

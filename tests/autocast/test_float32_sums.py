@@ -198,3 +198,82 @@ def test_sparse_gradients_of_tables_stay_sparse() -> None:
     mpinit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     table(torch.zeros(8, dtype=torch.long)).sum().backward()
     assert table.weight.grad is not None and table.weight.grad.is_sparse
+
+
+# -- sums of O1 and O4 -------------------------------------------------------------------------------------------------
+
+
+def _of_table(x: Tensor) -> Tensor:
+    table = torch.zeros(2, 1, requires_grad=True)
+    F.embedding(torch.zeros(len(x), dtype=torch.long), table).sum().backward()
+    assert table.grad is not None
+    return table.grad
+
+
+def _unfolded(x: Tensor) -> Tensor:
+    image = x.new_zeros(1, 1, 47, 47).requires_grad_()
+    F.unfold(image, 24).sum().backward()
+    assert image.grad is not None
+    return image.grad.max()
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "index_add": (lambda x: torch.zeros_like(x).index_add(0, torch.zeros(len(x), dtype=torch.long), x), 4096.0),
+    "fold": (lambda x: F.fold(x[0].expand(1, 576, 576), 47, 24).max(), 576.0),
+    "gradient of unfold": (_unfolded, 576.0),
+    "gradient of embedding": (_of_table, 4096.0),
+}
+
+
+@pytest.mark.parametrize(("compute", "expected"), SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_sums_of_o1_and_o4_do_not_stop(
+    level: str, dtype: torch.dtype, compute: Callable[[Tensor], Tensor], expected: float
+) -> None:
+    model = mpinit.initialize(nn.Linear(2, 2), opt_level=level)
+    found = compute(torch.ones(4096, dtype=dtype))
+    mpinit.undo(model)
+    assert found.flatten()[0].item() == expected
+
+
+# -- the table on the page of limits -----------------------------------------------------------------------------------
+
+ZEROS, COUNT = torch.zeros(1024, dtype=torch.long), 1024
+STOPPING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "weight[ids]": (lambda w: w[ZEROS], lambda w: F.embedding(ZEROS, w)),
+    "index_select": (lambda w: w[ZEROS], lambda w: w.index_select(0, ZEROS)),
+}
+
+
+@pytest.mark.parametrize("way", STOPPING)
+def test_gradient_of_an_indexed_weight_stops_and_its_way_out_does_not(way: str) -> None:
+    model = nn.Embedding(2, 8)
+    mpinit.initialize(model, opt_level="O5", verbosity=0)
+    for compute, expected in zip(STOPPING[way], (256, COUNT), strict=True):
+        (gradient,) = torch.autograd.grad(compute(model.weight).sum(), model.weight)
+        assert gradient[0, 0].item() == expected
+
+
+ADDING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "index_add": (lambda x: x.new_zeros(2).index_add(0, ZEROS, x), lambda x: x.new_zeros(2).scatter_add(0, ZEROS, x)),
+    "index_put": (
+        lambda x: x.new_zeros(2).index_put((ZEROS,), x, accumulate=True),
+        lambda x: x.new_zeros(2).scatter_add(0, ZEROS, x),
+    ),
+    "segment_reduce": (
+        lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([COUNT])),
+        lambda x: x.new_zeros(2).scatter_add(0, ZEROS, x),
+    ),
+    "addbmm": (
+        lambda x: torch.addbmm(x.new_zeros(1, 1), x[:, None, None], x[:, None, None]).flatten(),
+        lambda x: torch.bmm(x[:, None, None], x[:, None, None]).sum(0).flatten(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("stopping", "right"), ADDING.values(), ids=ADDING)
+def test_sums_of_the_table_stop_and_their_ways_out_do_not(
+    stopping: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.ones(COUNT, dtype=torch.bfloat16)
+    assert stopping(x)[0].item() == 256 and right(x)[0].item() == COUNT

@@ -291,14 +291,13 @@ model.add_callback("on_pretrain_routine_end", start)
 try:
     model.train(data=f"{folder}/data.yaml", amp=False, **names_of(library, folder)["few"])
 except RuntimeError as error:
-    assert "in its method 'loss'" in str(error) and "mpinit.initialize(model.model, ...)" in str(error), error
+    assert "Where forward computes the loss too, initialize the parts" in "".join(error.__notes__), error
 else:
     raise AssertionError("a loss in bfloat16")
 print("done")
 """
 
 
-@pytest.mark.xfail(reason="a known fault: its loss meets float32 and bfloat16 in an assignment", strict=True)
 @pytest.mark.skipif(not is_installed("ultralytics"), reason="ultralytics is not installed")
 def test_layers_of_ultralytics_train_as_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLO_OFFLINE", "true")
