@@ -119,8 +119,9 @@ class Ranks:
 
         # torch's documented hook: inside of DistributedDataParallel.__init__ it is called when its process group is
         # set, and before it broadcasts the weights.
-        registration = register_module_module_registration_hook(on_registration)
-        undos.push(undo_when_dropped(self, registration.remove))
+        registered = UndoStack()
+        undos.push(undo_when_dropped(self, registered.unwind))
+        registered.push(register_module_module_registration_hook(on_registration).remove)
         forget_disabled(self._members.models)
         if is_distributed():
             parameters = self._members.parameters()
