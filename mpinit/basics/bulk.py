@@ -2,13 +2,12 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 _GRAD_OF: Final = attrgetter("grad")
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
@@ -60,47 +59,10 @@ class Entries:
         return are_same(list(map(self._attribute, owners)), self._dicts) and are_same(self._present(), self._entries)
 
 
-class ModuleEntries:
-    """A record of the children, parameters and buffers of modules at the time it is made.
-
-    It refers to the modules weakly.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._references = list(map(weakref.ref, modules))
-        self._names, children = _children_of(modules)
-        self._children: list[Callable[[], nn.Module | None]] = [
-            _nothing if child is None else weakref.ref(child) for child in children
-        ]
-        self._tensors = Entries(modules, "_parameters"), Entries(modules, "_buffers")
-
-    def are_as_seen(self) -> bool:
-        """Return whether the modules live, and have the same entries under the same names."""
-        modules = _alive(self._references)
-        return (
-            modules is not None
-            and self._are_children_as_seen(modules)
-            and all(entries.are_as_seen(modules) for entries in self._tensors)
-        )
-
-    def _are_children_as_seen(self, modules: list[nn.Module]) -> bool:
-        expected = [reference() for reference in self._children]
-        names, children = _children_of(modules)
-        return names == self._names and are_same(children, expected)
-
-
 def _alive(references: list[weakref.ref[Any]]) -> list[Any] | None:
     """Return the objects of weak references; None if one of them was freed."""
     found = [reference() for reference in references]
     return found if all(map(is_not, found, repeat(None))) else None
-
-
-def _nothing() -> None: ...
-
-
-def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
-    tables = [module._modules for module in modules]
-    return list(chain(*tables)), [value for table in tables for value in table.values()]
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -169,7 +169,7 @@ class Skips:
         at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
         why = ""
         if self._plan.is_dynamic:
-            why = "no loss scale helps, so inf or nan are computed in the forward, the loss or an operation's gradient. "
+            why = "no loss scale helps, so inf or nan are computed in forward, the loss or an operation's gradient. "
         raise RuntimeError(
             f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
             f"{why}{record.advice}; max_consecutive_skips moves the limit"
