@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from typing import Any, Final
 
 from ..basics.tables import plain_table
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the table."""
     overrides = dict(_override(text) for text in arguments.set)
     check_names(overrides, "--set: there is no property")
-    config = _config(arguments.config)
+    config = read_config(arguments.config)[0]
     config.pop("opt_level", None)
     chosen = arguments.levels or list(OPT_LEVELS)
     found: dict[str, Properties] = {}
@@ -63,14 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(path: str | None) -> dict[str, Any]:
-    try:
-        return read_config(path)[0]
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ValueError(f"--config {path!r} cannot be read: {reason}; use the path of a TOML file") from None
-
-
 def _override(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign:
@@ -94,6 +85,4 @@ def _row(name: str, found: dict[str, Properties], overridden: set[str]) -> list[
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_text, value)) or "none"
-    if isinstance(value, float) and value >= 2**16 and value == 2 ** int(value).bit_length() / 2:
-        return f"2**{int(value).bit_length() - 1}"
     return str(value).removeprefix("torch.")
