@@ -45,7 +45,7 @@ def _is_method(module: nn.Module, name: str) -> bool:
 
 def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str, method: str) -> str:
     if owners and hasattr(owners[0], method):
-        return f"entry_points={name!r} is no method of {type(owners[0]).__name__}: pass the names of methods"
+        return f"entry_points={name!r} is not a method of {type(owners[0]).__name__}: pass names of methods"
     path = name.rpartition(".")[0]
     known = [
         f"{path}.{own}" if path else own for owner in owners for own in sorted({*dir(type(owner))} - {*dir(nn.Module)})
@@ -53,9 +53,9 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     parts = [(at, part) for model in models for at, part in model.named_modules() if at]
     known += [f"{at}.{method}" for at, part in parts if _is_method(part, method)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     kinds = ", ".join(type(model).__name__ for model in models)
-    return f"entry_points={name!r} names no method of {kinds}{hint}; pass names such as 'encode' or 'part.encode'"
+    return f"entry_points={name!r} names no method of {kinds}{hint or '.'} Pass names such as 'encode' or 'part.encode'"
 
 
 def check_argument_names(index: ModelIndex, methods: Sequence[tuple[nn.Module, str]], patterns: Sequence[Any]) -> None:
@@ -71,8 +71,8 @@ def check_argument_names(index: ModelIndex, methods: Sequence[tuple[nn.Module, s
             continue
         if not any(one.accepts_any and pattern != one.keywords for one in known):
             raise ValueError(
-                f"keep_inputs={pattern!r} is no argument of forward or of an entry point; these have "
-                f"{', '.join(map(repr, there_are)) or 'none'}. What is to be kept must be an argument of its own"
+                f"keep_inputs={pattern!r} is no argument of forward or of an entry point. Their arguments are "
+                f"{', '.join(map(repr, there_are)) or 'none'}. To keep a part of one, make it a separate argument"
             )
         near = difflib.get_close_matches(pattern, there_are, n=1, cutoff=0.75)
         if near:

@@ -46,11 +46,12 @@ def warn_of_inputs(
         if reason is None:
             continue
         alone = isinstance(value, torch.Tensor)
-        entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs, as an argument of its own,"
+        way = "Pass" if alone else "Make that tensor an argument by itself, and pass its name in"
+        entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs"
         warn_user(
-            f"the input {name!r} of {method} {'' if alone else 'contains a tensor that '}loses in its cast to "
-            f"{dtype_name(dtype)} what cannot come back: it {reason}. Add {entry} beside what you keep already, "
-            "which passes it in float32, and cast what forward computes of it to the type of the other inputs"
+            f"the cast of the input {name!r} of {method} to {dtype_name(dtype)} loses values for good: "
+            f"{'it' if alone else 'a tensor in it'} {reason}. {way} {entry}, with the entries that you have: it stays "
+            "float32, and forward has to cast what it computes from it to the dtype of the other inputs"
         )
 
 

@@ -132,8 +132,8 @@ def _warn_about_precision_loss(
     if found:
         listed = ", ".join(map(repr, dict.fromkeys(entries)))
         warn_user(
-            f"casts to 16 bits lose what cannot come back: {'; '.join(found)}. To keep them, add "
-            f"keep_fp32=[{listed}] beside what you keep already"
+            f"casts to 16 bits lose values for good: {'; '.join(found)}. To keep them, pass "
+            f"keep_fp32=[{listed}], with the entries that you have"
         )
 
 
@@ -178,8 +178,8 @@ def warn_about_small_eps(index: ModelIndex, float32_modules: Container[nn.Module
     if found:
         listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
         warn_user(
-            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. Add "
-            f"keep_fp32=[{', '.join(map(repr, found))}] beside what you keep already, or a larger eps"
+            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. "
+            f"Pass keep_fp32=[{', '.join(map(repr, found))}], with the entries that you have, or set a larger eps"
         )
 
 

@@ -87,17 +87,14 @@ def _is_part(gradient: torch.Tensor) -> bool:
     return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
 
 
-_SHARED: Final = (
-    "{0!r} {1}, and its cast would allocate memory of its own: what is written to the one would not reach the other "
-    "any more. {2}"
-)
-_TIE: Final = "Make them one parameter, or copy each to memory of its own, by parameter.data = parameter.data.clone()"
+_SHARED: Final = "{0!r} {1}, and a cast would separate the two: a write to one would no longer reach the other. {2}"
+_TIE: Final = "Make them one parameter, or give each its own memory: parameter.data = parameter.data.clone()"
 _VIEW: Final = (
     "Compute the view in forward, or register one tensor in both places, or copy it by .clone(). To cast neither, add "
     "keep_fp32=[{0!r}, {1!r}]"
 )
 _PART: Final = (
-    "Make views of it after mpinit.initialize, or copy it to memory of its own before, by "
+    "Make views of it after mpinit.initialize, or give it its own memory before: "
     "parameter.data = parameter.data.clone()"
 )
 _GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set them to None before"

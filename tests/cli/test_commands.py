@@ -141,7 +141,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "there is no folder 'nodir' to write 'out.pt' in",
     ),
     "a type": (["audit", "no_such_module:build"], "mpinit audit: ValueError: "),
-    "no config": (["levels", "--config", "no_such.toml"], "config file cannot be read: No such file or directory; use a TOML file's path"),
+    "no config": (
+        ["levels", "--config", "no_such.toml"],
+        "config file cannot be read: No such file or directory; use a TOML file's path",
+    ),
     "no input": (["explain", "cli_models:embedding"], "the model ran on no input: add --input once for each input"),
     "an input of the wrong type": (
         ["explain", "cli_models:embedding", "--input", "3x4"],

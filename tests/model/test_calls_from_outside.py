@@ -320,8 +320,8 @@ def test_casts_are_on_in_entry_points_at_o1_in_scope_of_model() -> None:
     [
         ("embd", "'embed'"),
         ("forward_features", "'backbone.forward_features'"),
-        ("double", "no method of Classifier"),
-        ("backbone", "no method of Classifier"),
+        ("double", "not a method of Classifier"),
+        ("backbone", "not a method of Classifier"),
     ],
 )
 def test_unknown_entry_point_is_refused_before_changes(name: str, near: str) -> None:

@@ -132,7 +132,7 @@ class TimedUNet(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O5", "O3", "O2"])
-@pytest.mark.filterwarnings("default:.*what cannot come back")
+@pytest.mark.filterwarnings("default:.*values for good")
 def test_timesteps_are_warned_of_and_the_entry_cures_it(level: str) -> None:
     torch.manual_seed(0)
     x, steps = torch.randn(3, 1, 8, 8), torch.tensor([998.39, 641.25, 3000.9])
@@ -146,7 +146,7 @@ def test_timesteps_are_warned_of_and_the_entry_cures_it(level: str) -> None:
         mpinit.undo(model)
         return found
 
-    with pytest.warns(UserWarning, match="the input 'timesteps' of TimedUNet.forward loses") as caught:
+    with pytest.warns(UserWarning, match="the input 'timesteps' of TimedUNet.forward .*loses values") as caught:
         spoilt = error()
     assert len(caught) == 1 and "keep_inputs=['timesteps']" in str(caught[0].message)
     with warnings.catch_warnings():
@@ -155,7 +155,7 @@ def test_timesteps_are_warned_of_and_the_entry_cures_it(level: str) -> None:
     assert cured < 0.02 < spoilt
 
 
-@pytest.mark.filterwarnings("default:.*what cannot come back")
+@pytest.mark.filterwarnings("default:.*values for good")
 class Batch(Tensor):
     """A batch that is sliced by its first dimension alone, as MONAI's MetaTensor slices its metadata."""
 
@@ -192,7 +192,7 @@ def test_inputs_are_read_in_the_first_call_of_each_method() -> None:
 def test_a_tensor_in_a_container_is_named_by_its_argument() -> None:
     model = quietly(Parts(lambda self, batch: self.linear(batch["x"]), linear=nn.Linear(2, 2)))
     model.forward.__self__.names = None
-    with pytest.warns(UserWarning, match=r"contains a tensor.*as an argument of its own"):
+    with pytest.warns(UserWarning, match=r"a tensor in it.*an argument by itself"):
         model({"x": torch.ones(1, 2), "masses": torch.tensor([1.67e-27, 9.1e-31])})
 
 

@@ -170,7 +170,7 @@ def network() -> Any:
 def test_one_warning_names_them_and_its_entries_keep_them(level: str) -> None:
     x, model = torch.randn(1000, 32), network()
     expected = model.rotary(x)
-    with pytest.warns(UserWarning, match="lose what cannot come back") as caught:
+    with pytest.warns(UserWarning, match="lose values for good") as caught:
         quietly(model, level)
     (warning,) = caught
     words = str(warning.message)
