@@ -164,7 +164,7 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     value, error = float(values[worst]), float(errors[worst])
     # Constants of masks have one digit: -10,000, -1e9.
     if _LARGE < abs(value) <= COUNTED_BY_FLOAT32 and error >= _ERROR_IN_UNITS and float(f"{value:.0e}") != value:
-        return f"contains {value:,.6g}, which is {float(torch.tensor(value).to(dtype)):,.6g} in {name}"
+        return f"contains {value:,.6g}, which is {float(values[worst].to(dtype)):,.6g} in {name}"
     return None
 
 

@@ -68,7 +68,9 @@ def _step_without_effect(
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     # LBFGS needs a loss. With gradients of 0 it is where it wants to be.
     needs_closure = parameter is not None and parameter.default is parameter.empty
-    closure: list[Any] = [lambda: torch.zeros((), device=weights[0].device)] if needs_closure else []
+    closure: list[Any] = (
+        [lambda: torch.zeros((), dtype=torch.float32, device=weights[0].device)] if needs_closure else []
+    )
     undos = UndoStack()
     try:
         undos.push(_Numbers(weights, masters).restore)

@@ -140,10 +140,10 @@ def _noise_of_rows(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tens
 def sample_numbers() -> torch.Tensor:
     """Make float32 numbers of all kinds, in rows: of one sign and of two, of all sizes, with inf and nan."""
     generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randn(64, BLOCK, generator=generator, device="cpu")
-    rows[16:32] *= torch.randn(16, BLOCK, generator=generator, device="cpu").mul_(8).exp_()
+    rows = torch.randn(64, BLOCK, generator=generator, dtype=torch.float32, device="cpu")
+    rows[16:32] *= torch.randn(16, BLOCK, generator=generator, dtype=torch.float32, device="cpu").mul_(8).exp_()
     rows[::2] **= 2
-    rows *= torch.logspace(-44, 37, 64, device="cpu").view(-1, 1)
+    rows *= torch.logspace(-44, 37, 64, dtype=torch.float32, device="cpu").view(-1, 1)
     rows[0], rows[1], rows[2], rows[3, ::2] = 0.0, -0.0, 1e-45, 0.0
     rows[40, 3], rows[41, 5], rows[42, 7], rows[43] = torch.inf, torch.nan, -torch.inf, torch.nan
     return rows
