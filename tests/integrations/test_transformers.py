@@ -443,6 +443,23 @@ def test_modules_that_transformers_lists_stay_float32(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=2**-7)  # a bfloat16 loss
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_tied_head_computes_in_float32_in_a_trainer(level: str, tmp_path: Path) -> None:
+    files, logits = [], []
+    for more in ({}, {"compute_fp32": ["lm_head"]}):
+        trainer = trained("gpt2", tmp_path, LEVELS[level] | more, max_steps=2)
+        assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+        trainer.save_model(str(tmp_path / str(len(files))))
+        files.append(load_file(tmp_path / str(len(files)) / "model.safetensors"))
+        with torch.no_grad():
+            logits.append(trainer.model(torch.arange(8)[None]).logits)
+        narrow = trainer.model.lm_head.weight.dtype
+        assert narrow is (torch.float16 if level == "O2" else torch.bfloat16)
+    assert files[0].keys() == files[1].keys() and {each.dtype for each in files[1].values()} == {torch.float32}
+    rounded = [torch.equal(each, each.to(narrow).float()) for each in logits]
+    assert rounded == [True, False]
+
+
 def test_lists_of_parts_and_strict_ones_count() -> None:
     from mpinit.basics.modules import ModelIndex
     from mpinit.model.selection import declared_float32

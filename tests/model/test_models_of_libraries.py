@@ -202,13 +202,11 @@ def test_a_model_of_a_library_trains_with_no_warning_but_these(name: str, level:
 
 
 @marked_for("transformers")
-def test_a_norm_of_rows_of_zeros_is_named_and_trains_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_norm_of_rows_of_zeros_trains_in_float16() -> None:
     rows = torch.zeros(2, 16, dtype=torch.float16, requires_grad=True)
     norm = nn.LayerNorm(16, eps=1e-12).half()
     norm(rows).sum().backward()
-    assert norm.weight.grad.isnan().all(), (
-        "torch keeps 1 / sqrt(eps) in float16: say so no longer on the page of limits"
-    )
+    assert norm.weight.grad.isnan().all(), "torch keeps 1 / sqrt(eps) in float16"
     name = "DeiTForImageClassification"
     counts = []
     for kept in ((), "deit.layers.0.layernorm_before"):
@@ -223,6 +221,4 @@ def test_a_norm_of_rows_of_zeros_is_named_and_trains_in_float32(caplog: pytest.L
             optimizer.zero_grad()
         counts.append(mpinit.step_counts(optimizer))
         mpinit.undo(model)
-    assert counts == [(0, 4), (4, 0)]
-    (text,) = [record.getMessage() for record in caplog.records if "steps in a row were skipped" in record.getMessage()]
-    assert "(keep_fp32)" in text
+    assert counts == [(4, 0), (4, 0)]

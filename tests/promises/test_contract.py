@@ -1556,7 +1556,7 @@ def test_keep_fp32_stores_and_compute_fp32_does_not() -> None:
     assert outputs == [torch.bfloat16, torch.float32]
 
 
-@ranks(2, ("O5", True), ("O5", "model"))
+@ranks(2, ("O5", True), ("O5", "split"), ("O5", "model"))
 def test_head_that_computes_in_float32_under_ddp(level: str, masters: Any) -> None:
     model = Tied()
     optimizer = sgd(model)
@@ -1569,6 +1569,41 @@ def test_head_that_computes_in_float32_under_ddp(level: str, masters: Any) -> No
         scaled_loss.backward()
     optimizer.step()
     engines.assert_one({name: value.clone() for name, value in model.state_dict().items()})
+
+
+@ranks(2, ("O2", True), ("O5", True), ("O5", "split"))
+def test_tied_head_that_computes_in_float32_under_fsdp2(level: str, masters: Any) -> None:
+    x = torch.arange(8).view(2, 4) + dist.get_rank()
+    alone = Tied()
+    mpinit.initialize(alone, opt_level=level, compute_fp32=["head"], verbosity=0)
+    expected = alone(x)
+    model = Tied()
+    fully_shard(model, mesh=engines.mesh(2))
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, level, master_weights=masters, compute_fp32=["head"], loss_scale=1.0)
+    logits = model(x)
+    assert logits.dtype is torch.float32 and torch.equal(logits, expected)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten()).backward()
+    optimizer.step()
+    state = engines.whole(model.state_dict())
+    engines.assert_one(state)
+    assert torch.equal(state["head.weight"], state["embedding.weight"])
+    assert not torch.equal(state["head.weight"], Tied().head.weight)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_files_do_not_say_what_computes_in_float32(kind: str) -> None:
+    files = []
+    for more in ({}, {"compute_fp32": ["head"]}):
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        mpinit.initialize(model, optimizer, verbosity=0, **COMPUTED[kind] | more)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        files.append(file.getvalue())
+        mpinit.undo(model)
+    assert files[0] == files[1]
 
 
 # -- Rule 15: float32 parameters that are 16-bit in forwards -----------------------------------------------------------
