@@ -5,8 +5,8 @@ In a virtual environment of its own, with torch and mpinit:
     pip install --no-deps torchao==0.18.0 bitsandbytes==0.50.2
     python -m benchmarks.int8_elsewhere
 
-A Linear of 256 inputs and 64 outputs, Adam with lr=1e-3, 200 steps: either every second input is 1,000 times as small as
-the others, or one input of 256 is 1,000 times as large. Printed is how far the weights of small inputs move on average.
+A Linear of 256 inputs and 64 outputs, Adam with lr=1e-3, 200 steps: either every second input is 1,000 times as small
+as the others, or one input of 256 is 1,000 times as large. Printed is how far the weights of small inputs move.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     for name, (make, given) in ways.items():
         try:
             row = [f"{moved(make, one_is_large, **given):.4f}" for one_is_large in (False, True)]
-        except Exception as error:  # noqa: BLE001 - the packages of others raise what they like
+        except Exception as error:
             row = [f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", ""]
         print(f"| {name} | {row[0]} | {row[1]} |")
 

@@ -39,6 +39,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "clip_grad_norm_",
         "loss_scale",
         "DynamicLossScale",
+        "compile_steps",
         "step_was_skipped",
         "step_counts",
         "scheduler_step",

@@ -15,7 +15,7 @@ Codes = tuple[torch.Tensor, ...]
 # Numbers that are encoded together, and a row of everything here: the last row of a tensor is filled up with zeros.
 BLOCK: Final = 128
 # Rows computed at a time on a CPU, so that they fit into a cache; the last chunk includes the remainder.
-_CHUNK_ROWS: Final = 2048
+_CHUNK_ROWS: Final = 1024
 
 
 class Codec(ABC):
