@@ -246,7 +246,7 @@ STOPPING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize("way", STOPPING)
-def test_gradient_of_an_indexed_weight_stops_and_its_way_out_does_not(way: str) -> None:
+def test_gradient_of_an_indexed_weight_stops_its_way_out_not(way: str) -> None:
     model = nn.Embedding(2, 8)
     mpinit.initialize(model, opt_level="O5", verbosity=0)
     for compute, expected in zip(STOPPING[way], (256, COUNT), strict=True):

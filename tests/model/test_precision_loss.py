@@ -78,7 +78,7 @@ class Energies(nn.Module):
         return self.references[kinds].sum(1) + self.learned(counts).squeeze(-1)  # type: ignore[no-any-return]
 
 
-def test_reference_energies_are_learned_beside_with_the_entry_of_the_warning() -> None:
+def test_reference_energies_are_learned_with_the_warned_entry() -> None:
     def error(level: str, **more: Any) -> float:
         model, kinds = Energies(), torch.randint(0, 3, (64, 4), generator=torch.Generator().manual_seed(0))
         truth = model.references[kinds].double().sum(1) + nn.functional.one_hot(kinds, 3).sum(1).sin().sum(1)

@@ -243,7 +243,7 @@ def test_a_weight_has_one_cast_until_it_changes() -> None:
     assert not seen[-1].requires_grad
 
 
-def test_a_backward_pass_of_one_output_leaves_other_weights_alone() -> None:
+def test_backward_pass_of_one_output_leaves_other_weights_alone() -> None:
     model: Any = Parts(lambda self, x: (self.a(x), self.b(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     model.b.bias.requires_grad_(False)
     start(model)
