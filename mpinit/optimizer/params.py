@@ -1,10 +1,8 @@
 """The parameters of one optimizer: weights between steps, and masters while the optimizer's own code runs."""
 
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -15,25 +13,22 @@ from torch.optim import Optimizer
 from ..basics.bulk import are_same, grads_of, have_grads, set_grads
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
-from ..basics.running import bucket_bytes_at_most, without_gradients
+from ..basics.running import bucket_bytes_at_most
 from ..basics.weak_references import WeakList
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import shard
-from ..masters.masters import IN_FLOAT32, Master, MasterBatch, Masters
+from ..masters.masters import IN_FLOAT32, Master, Masters
 from ..masters.states import EncodedStates, states_of
 from ..model.casting import convert
 from ..torch_internals.fused_sgd import stepped_wrongly
+from .beside_groups import exchange_beside_groups
 from .gradients import Gradients
 from .members import widen_state, wrapped_by
 from .per_parameter import StepNumbers, is_known, kept_states, steps_per_parameter
+from .swaps import Part, SwappedState
 
 # Float32 bytes of the bucket of parameters that a step of split masters or encoded states updates at a time.
 BUCKET_BYTES: Final = 64 * 2**20
-# Attributes of torch, which are handled separately.
-_OF_TORCH: Final = frozenset({"param_groups", "state", "defaults"})
-_DEEPEST: Final = 4
-_DICTS: Final = (dict, defaultdict, OrderedDict)
-_CONTAINERS: Final = (*_DICTS, list, tuple, set, frozenset)
 
 
 class OptimizerParams:
@@ -81,12 +76,12 @@ class OptimizerParams:
         self._of_inner: dict[int, nn.Parameter] = {}
         # The optimizers whose other attributes may contain parameters.
         self._private: Iterable[Optimizer] = ()
-        self._parts: tuple[tuple[int, bool], list[_Part]] = (-1, False), []
+        self._parts: tuple[tuple[int, bool], list[Part]] = (-1, False), []
         # Whether all optimizers step as a class of torch does, which never touches the gradients that it reads.
         self._are_known = False
         # For the id of each state: itself and the state under the masters, which has the same entries.
-        self._inner_states: dict[int, _SwappedState] = {}
-        self._exchanged: list[tuple[Any, _SwappedState]] = []
+        self._inner_states: dict[int, SwappedState] = {}
+        self._exchanged: list[tuple[Any, SwappedState]] = []
         self._decoded: Any = {}
 
     @property
@@ -228,6 +223,7 @@ class OptimizerParams:
             with self.masters_in_groups():
                 yield
         finally:
+            self._inner_states.clear()
             for key in others:
                 self._of_weight.pop(key, None)
             for key in back:
@@ -295,7 +291,7 @@ class OptimizerParams:
             outer: Any = holder.state
             swapped = self._inner_states.get(id(outer))
             if swapped is None or not swapped.is_as_seen(outer):
-                swapped = self._inner_states[id(outer)] = _SwappedState(outer, self._of_weight)
+                swapped = self._inner_states[id(outer)] = SwappedState(outer, self._of_weight)
             self._exchanged.append((holder, swapped))
             vars(holder)["state"] = swapped.inner
 
@@ -353,7 +349,7 @@ class OptimizerParams:
             finally:
                 undos.unwind()
 
-    def _steps(self, parts: Sequence["_Part"]) -> Generator[None]:
+    def _steps(self, parts: Sequence[Part]) -> Generator[None]:
         present = [part for part in parts if have_grads(part.weights)]
         if not present:
             yield
@@ -381,7 +377,7 @@ class OptimizerParams:
             for part in plain:
                 set_grads(part.weights, taken[id(part)])
 
-    def _step_of(self, part: "_Part") -> Generator[None]:
+    def _step_of(self, part: Part) -> Generator[None]:
         reads = self._kind is MasterWeightsMode.SPLIT
         try:
             if reads:
@@ -403,24 +399,24 @@ class OptimizerParams:
                 if reads:
                     part.write()
 
-    def _present_parts(self) -> list["_Part"]:
+    def _present_parts(self) -> list[Part]:
         key = (self.generation, self.steps_in_parts)
         if key != self._parts[0]:
             self._parts = key, list(self._divide(key[1]))
         return self._parts[1]
 
-    def _divide(self, in_parts: bool) -> Iterator["_Part"]:
+    def _divide(self, in_parts: bool) -> Iterator[Part]:
         of_weight = {id(master.weight): master for master in self.masters}
         plain = [weight for weight in self.weights if id(weight) not in of_weight]
         for group in self._in_buckets(plain) if in_parts and self._states is not None else [plain]:
             if group:
-                yield _Part(group, group, None)
+                yield Part(group, group, None)
         is_split = self._kind is MasterWeightsMode.SPLIT
         for group in self._in_buckets(self.mastered) if in_parts or is_split else [self.mastered]:
             if group:
                 masters = [of_weight[id(weight)] for weight in group]
                 batch = self.table.batch(masters, group[0].device)
-                yield _Part(list(group), [master.parameter for master in masters], batch)
+                yield Part(list(group), [master.parameter for master in masters], batch)
 
     def _in_buckets(self, weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Divide weights into buckets, in order: of one device, limited by the bytes of their float32 numbers."""
@@ -451,145 +447,10 @@ class OptimizerParams:
         self._states.encode(self._states_of(self._stepped()), kept_states(self.optimizer), decoded)
 
 
-class _SwappedState:
-    """The state of an optimizer as it is between steps, and the same entries under the masters.
-
-    Attributes:
-        outer: the state under the weights.
-        inner: the state under the masters; kept from step to step, because the hash of a tensor is a call of Python.
-    """
-
-    def __init__(self, outer: Any, of_weight: Mapping[int, Any]) -> None:
-        self.outer = outer
-        self.inner = defaultdict(outer.default_factory) if isinstance(outer, defaultdict) else type(outer)()
-        self.inner.update(zip([of_weight.get(id(key), key) for key in outer], outer.values(), strict=True))
-        self._values = [*outer.values()]
-
-    def is_as_seen(self, outer: Any) -> bool:
-        """Return whether ``outer`` is the same state with the same values, which have the same keys then."""
-        return outer is self.outer and are_same([*outer.values()], self._values)
-
-    def bring_back(self, inner: Any, of_inner: Mapping[int, Any]) -> None:
-        """Let the outer state have what the optimizer's code has left in the inner one, or in another in its place."""
-        if inner is self.outer:
-            return
-        values = [*inner.values()]
-        if are_same(values, self._values):
-            return
-        keys = [of_inner.get(id(key), key) for key in inner]
-        self.outer.clear()
-        self.outer.update(zip(keys, values, strict=True))
-        self.inner, self._values = inner, values
-
-
-@dataclass(eq=False)
-class _Part:
-    """Some weights of an optimizer that are swapped together: all have masters on one device, or all have none.
-
-    Attributes:
-        weights, inner: the weights, and the parameter that replaces each while the optimizer's code runs.
-        batch: their masters; None: these weights have none.
-        set_to: the gradients that were set on the masters; None while the masters have no gradients.
-        versions: the versions of those gradients that are copies of the weights', to find writes to them; empty if none
-            is a copy.
-        is_read: whether the masters have values that must be rounded into the weights.
-    """
-
-    weights: list[Any]
-    inner: list[Any]
-    batch: MasterBatch | None
-    set_to: Sequence[torch.Tensor | None] | None = field(default=None, init=False)
-    versions: Sequence[int | None] = field(default=(), init=False)
-    is_read: bool = field(default=False, init=False)
-
-    def read(self) -> None:
-        """Set the masters to the float32 numbers that the weights mean."""
-        if self.batch is not None:
-            self.batch.read()
-            self.is_read = True
-
-    def set_gradients(self) -> None:
-        """Set the masters' gradients to their weights', in float32."""
-        if self.batch is None:
-            return
-        theirs = grads_of(self.weights)
-        widened = self.batch.widened(theirs)
-        set_grads(self.inner, widened)
-        # Last: after an interruption before, masters without gradients would appear to have been cleared.
-        self.set_to = widened
-        if widened is not theirs and not are_same(widened, theirs):
-            pairs = zip(widened, theirs, strict=True)
-            self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
-
-    @without_gradients
-    def return_gradients(self, are_untouched: bool = False) -> None:
-        """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them.
-
-        Args:
-            are_untouched: whether that code only reads them. Default False.
-        """
-        if self.set_to is None:
-            return
-        present = self.set_to if are_untouched else grads_of(self.inner)
-        if not are_same(present, self.set_to):
-            for weight, mine, before in zip(self.weights, present, self.set_to, strict=True):
-                if mine is not before:
-                    weight.grad = mine
-        for weight, mine, before, version in zip(self.weights, present, self.set_to, self.versions, strict=False):
-            was_written = version is not None and before is not None and mine is before and before._version != version
-            if was_written and weight.grad is not None:
-                weight.grad.copy_(before)
-        self.set_to, self.versions = None, ()
-        set_grads(self.inner, [None] * len(self.inner))
-
-    def write(self) -> None:
-        """Round the masters into their weights."""
-        if self.is_read and self.batch is not None:
-            self.batch.write()
-            self.is_read = False
-
-
 def _without_memory(weight: nn.Parameter) -> nn.Parameter:
     """Return a float32 parameter of the weight's shape and device with the memory of one number."""
     number = torch.zeros((), dtype=torch.float32, device=weight.device)
     return nn.Parameter(number.expand(weight.shape), requires_grad=False)
-
-
-def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:
-    """Replace parameters, and ids of parameters, that an optimizer has outside of its groups.
-
-    These are in its own attributes, lists, tuples, sets and dicts, and in states whose key is no parameter.
-    """
-    attributes = vars(optimizer)
-    for name, value in list(attributes.items()):
-        if name not in _OF_TORCH:
-            attributes[name] = _exchanged(value, others, _DEEPEST)
-    for key, value in attributes.get("state", {}).items():
-        if not isinstance(key, torch.Tensor):
-            _exchanged(value, others, _DEEPEST)
-
-
-def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> Any:
-    """Return the value with its parameters replaced; dicts and lists are changed in place."""
-    kind = type(value)
-    if kind is int:
-        return id(others[value]) if value in others else value
-    if isinstance(value, torch.Tensor):
-        return others.get(id(value), value)
-    if depth == 0 or kind not in _CONTAINERS:
-        return value
-    before = [part for item in value.items() for part in item] if kind in _DICTS else list(value)
-    now = [_exchanged(part, others, depth - 1) for part in before]
-    if are_same(before, now):
-        return value
-    if kind in _DICTS:
-        value.clear()
-        value.update(zip(now[::2], now[1::2], strict=True))
-        return value
-    if kind is list:
-        value[:] = now
-        return value
-    return kind(now)
 
 
 class Snapshot:
