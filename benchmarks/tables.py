@@ -44,14 +44,16 @@ def _cell(result: Result, way: str, other: str, short: bool = False) -> str:
     return f"{middle:.2f}" if short else f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def iterations(device: str, names: Iterable[str] = ("launch_bf16", "launch_fp16", "plain", "weights")) -> str:
-    """Tabulate whole iterations of mpinit over torch.amp and over the loop by hand."""
+def iterations(
+    device: str, names: Iterable[str] = ("launch_bf16", "launch_fp16", "plain", "weights"), ways: Iterable[str] = ()
+) -> str:
+    """Tabulate whole iterations of mpinit, in some ways or in all, over torch.amp and over the loop by hand."""
     rows = []
     for name in names:
         if (result := read(device, name)) is not None:
             title = workloads()[name].title
             for way in result["seconds"]:
-                if WAYS[way].amp:
+                if WAYS[way].amp and (not ways or way in ways):
                     others = (WAYS[way].by_hand, WAYS[way].amp)
                     cells = (_cell(result, way, other) for other in others)
                     rows.append([title, WAYS[way].title, f"{1e3 * fastest(result, way):.2f}", *cells])
@@ -202,7 +204,7 @@ def finetuned_in_short() -> str:
 
 MADE: Final[Mapping[str, Callable[[], str]]] = {
     "figures": figures,
-    "iterations_in_short": lambda: iterations("cpu", SHORT),
+    "iterations_in_short": lambda: iterations("cpu", SHORT, ("o2", "o5", "split")),
     "memory_in_short": lambda: memory("cpu", ("fp32", "o5", "split", "split_int8")),
     "launches": launches,
     "finetuned": finetuned,
