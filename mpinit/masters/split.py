@@ -175,7 +175,8 @@ class _Bucket(MasterBatch):
         self._parts = [part.as_strided(w.size(), w.stride()) for part, w in zip(parts, shards, strict=True)]
         for master, part in zip(self._masters, self._parts, strict=True):
             master.remainder = part
-        self._flat = list(map(flat, shards))
+        # Detached: views of the weights themselves would keep these from being exchanged by swap_tensors.
+        self._flat = [flat(shard(weight)) for weight in shards]
         self._pieces = _in_pieces(self._flat)
         self._placeholders = list(map(_placeholder, self._weights))
         self._layouts, self._values = layouts_of(shards), []
