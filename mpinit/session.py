@@ -167,7 +167,7 @@ class Session:
             hide_gradients(self.models, self._undos)
 
         # Hooks of torch's functions and of optimizers.
-        if plan.properties.patch_torch_functions or selection.has_16_bit:
+        if plan.properties.patch_torch_functions or selection.has_16_bit or selection.gathered:
             push(autocast.apply(plan, owner=self))
         if plan.properties.patch_torch_functions:
             push(autocast.wrap(self.models))

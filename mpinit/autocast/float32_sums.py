@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.dtypes import LOWER_PRECISION
-from ..torch_internals.sums_on_cpu import layer_norm, lookup
+from ..torch_internals.sums_on_cpu import lookup
 from .cast_lists import BANNED_ROW, LOSS_ROWS
 
 Function = Callable[..., Any]
@@ -35,5 +35,4 @@ FLOAT32_SUMS: Final[dict[str, Callable[[Function], Function]]] = {
     "torch.ctc_loss": _loss,
     "torch.embedding": functools.partial(lookup, 4),
     "torch.embedding_bag": functools.partial(lookup, 5),
-    "torch.layer_norm": layer_norm,
 }

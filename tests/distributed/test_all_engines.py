@@ -12,7 +12,7 @@ import engines
 import torch
 import torch.distributed as dist
 from engines import text
-from models import LEVELS
+from models import LEVELS, sums_in_float32
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -118,6 +118,7 @@ def run(schedule: Any, batch: tuple[Tensor, Tensor]) -> None:
     schedule.step(*((x,) if first else ()), **({"target": y} if last else {}))
 
 
+@sums_in_float32()
 def stages_by_hand(kind: str, level: str, steps: int) -> engines.State:
     dtype, scale = engines.DTYPES[level], engines.first_scale(LEVELS[level])
     stage = own_stage()

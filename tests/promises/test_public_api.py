@@ -23,7 +23,15 @@ from mpinit.config.properties import OPT_LEVELS, Properties
 FUNCTIONS = {
     *("initialize", "add_optimizers", "scale_loss", "master_params", "float32_weights"),
     *("state_dict", "load_state_dict"),
-    *("float32_allreduce_hook", "loss_scale", "step_counts", "compile_steps", "step_was_skipped", "scheduler_step", "clip_grad_norm_"),
+    *(
+        "float32_allreduce_hook",
+        "loss_scale",
+        "step_counts",
+        "compile_steps",
+        "step_was_skipped",
+        "scheduler_step",
+        "clip_grad_norm_",
+    ),
     *("describe", "disable_casts", "undo", "install_as_apex", "half_function", "float_function", "promote_function"),
     *("register_half_function", "register_float_function", "register_promote_function", "register_input"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import CASES, LEVELS, first_scale
+from models import CASES, LEVELS, first_scale, sums_in_float32
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -404,6 +404,7 @@ def trained(engine: Engine, level: str, steps: int) -> State:
     return state
 
 
+@sums_in_float32()
 def trained_by_hand(
     engine: Engine, level: str, steps: int, skips: Sequence[int] = (), leaves_out: Mapping[int, str] | None = None
 ) -> State:

@@ -264,26 +264,17 @@ def cast_by_hand(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> 
 
 @contextlib.contextmanager
 def sums_in_float32() -> Iterator[None]:
-    """By hand: gradients of tables and layer norms in 16 bits on a CPU are added in float32, and rounded once."""
-    embedding, layer_norm = torch.embedding, torch.layer_norm
+    """By hand: gradients of tables in 16 bits on a CPU are added in float32, and rounded once."""
+    embedding = torch.embedding
 
     def look_up(table: Tensor, *args: Any) -> Tensor:
         return embedding(table.float() if table.device.type == "cpu" else table, *args).to(table.dtype)
 
-    def norm(x: Tensor, shape: Any, *args: Any) -> Tensor:
-        if x.device.type != "cpu" or x.dtype is torch.float32:
-            return layer_norm(x, shape, *args)
-        exact = layer_norm(x.detach(), shape, *[each.detach() if isinstance(each, Tensor) else each for each in args])
-        wide = layer_norm(x.float(), shape, *[each.float() if isinstance(each, Tensor) else each for each in args])
-        found = wide.to(x.dtype)
-        # The forward of 16 bits, with the gradients of float32. Two sums in other orders differ by a unit at most.
-        return found + (exact - found.detach())
-
-    torch.embedding, torch.layer_norm = look_up, norm  # type: ignore[assignment]
+    torch.embedding = look_up  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.embedding, torch.layer_norm = embedding, layer_norm
+        torch.embedding = embedding
 
 
 def through_file(thing: Any, weights_only: bool = True) -> Any:

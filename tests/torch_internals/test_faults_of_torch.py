@@ -34,13 +34,11 @@ def test_gradients_of_cast_that_is_used_twice_add_up_in_16_bits() -> None:
         cast.grad_dtype = torch.float32
 
 
-@pytest.mark.parametrize("stops", ["embedding", "embedding_bag", "layer_norm"])
+@pytest.mark.parametrize("stops", ["embedding", "embedding_bag"])
 def test_sums_of_a_cpu_stop_at_256_in_bfloat16(stops: str) -> None:
     """``torch_internals/sums_on_cpu.py``."""
-    kinds = {"embedding": nn.Embedding(2, 8), "embedding_bag": nn.EmbeddingBag(2, 8), "layer_norm": nn.LayerNorm(8)}
-    module = kinds[stops].bfloat16()
-    ids = torch.zeros(1024, 1, dtype=torch.long, device="cpu")
-    module(torch.randn(1024, 8).bfloat16() if stops == "layer_norm" else ids).sum().backward()
+    module = {"embedding": nn.Embedding(2, 8), "embedding_bag": nn.EmbeddingBag(2, 8)}[stops].bfloat16()
+    module(torch.zeros(1024, 1, dtype=torch.long, device="cpu")).sum().backward()
     trained = list(module.parameters())[-1].grad
     assert trained is not None and trained.flatten()[0].item() == 256
 
