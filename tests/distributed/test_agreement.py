@@ -201,7 +201,7 @@ def test_fsdp_policy_of_every_parameter_is_checked(place: int, monkeypatch: pyte
     group = SimpleNamespace(fsdp_params=[entry("a", asked[0]), entry("b", asked[1])])
     monkeypatch.setattr(sharding, "groups_of_fsdp", lambda model: [group])
     targets = {each.sharded_param: torch.bfloat16 for each in group.fsdp_params}
-    sharding.check_groups([nn.Identity()], targets)
+    sharding.check_groups([nn.Identity()], targets, keeps_shards=True)
     group.fsdp_params[place].mp_policy.param_dtype = torch.float32
     with pytest.raises(ValueError, match=f"torch.float32.*{'ab'[place]}.*torch.bfloat16"):
-        sharding.check_groups([nn.Identity()], targets)
+        sharding.check_groups([nn.Identity()], targets, keeps_shards=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engines import BF16, F32
-from models import LEVELS, dynamic, level_arguments, train
+from models import LEVELS, dynamic, level_arguments, sums_in_float32, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
@@ -147,7 +147,8 @@ def test_shards_are_the_masters(level: str) -> None:
     for x, y in batches:
         optimizer.zero_grad()
         scale = 1024.0 if level == "O2" else 1.0
-        (engines.CASE.loss(model(x).float(), y) * scale).backward()
+        with sums_in_float32():
+            (engines.CASE.loss(model(x).float(), y) * scale).backward()
         for parameter in model.parameters():
             parameter.grad.div_(scale)
         optimizer.step()
