@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..autocast.forward_casts import NO_CASTS, ForwardCasts
-from ..autocast.thread_flags import is_on, present_state, set_state
+from ..autocast.thread_flags import is_on
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
@@ -245,8 +245,8 @@ _SCRIPTS: Final = (
     "use torch.jit.trace or torch.export.export, which record them, or call mpinit.undo on the model first"
 )
 _REPLICATES: Final = (
-    "torch.nn.DataParallel makes copies of {0} in every forward, which mpinit.initialize does not follow where weights "
-    "are 16-bit: use DistributedDataParallel with a process for each device, opt_level='O1' or 'O4', or call "
+    "torch.nn.DataParallel makes copies of {0} in every forward, and they would omit the casts around {0}.forward, "
+    "which mpinit.initialize put there: use DistributedDataParallel with a process for each device, or call "
     "mpinit.undo on the model first"
 )
 
@@ -262,51 +262,6 @@ class _Refuse(OfModule):
 
     def __call__(self) -> nn.Module:
         raise RuntimeError(self.text.format(type(self.module).__name__))
-
-
-class _Replicate(OfModule):
-    """The ``_replicate_for_data_parallel`` of a module at O1: each replica has casts around its own forward."""
-
-    def __call__(self) -> nn.Module:
-        module = self.module
-        kind: Any = type(module)
-        replica: nn.Module = kind._replicate_for_data_parallel(module)
-        attributes = vars(replica)  # the module's, copied
-        for name, value in vars(module).items():
-            forward = patched_forward(value)
-            if forward is not None:
-                attributes[name] = _ReplicaForward(forward, replica)
-        return replica
-
-
-class _ReplicaForward:
-    """The patched method of a replica, in the place of the module's :class:`PatchedForward`.
-
-    DataParallel calls it in another thread, inside a ``torch.autocast`` block. It runs with the autocast state that the
-    module's forward has in the thread that makes the replica.
-    """
-
-    def __init__(self, original: PatchedForward, replica: nn.Module) -> None:
-        forward = PatchedForward.__new__(PatchedForward)
-        for name in PatchedForward.__slots__:
-            setattr(forward, name, getattr(original, name))
-        forward._module = weakref.ref(replica)
-        inner = original.inner
-        if isinstance(inner, types.MethodType) and inner.__self__ is original.module:
-            forward.inner = types.MethodType(inner.__func__, replica)
-        self._run = forward.run
-        with original.boundary.casts or NO_CASTS:
-            self._state = present_state()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_forward.dtype is not None:
-            return self._run(*args, **kwargs)
-        before = present_state()
-        set_state(self._state)
-        try:
-            return self._run(*args, **kwargs)
-        finally:
-            set_state(before)
 
 
 def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: object, undos: UndoStack) -> Boundary:
@@ -357,7 +312,7 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         ours = {
             name: forward.run,
             # The first is called by DataParallel, the second by torch.jit.script.
-            "_replicate_for_data_parallel": _Refuse(module, _REPLICATES) if casts_model else _Replicate(module),
+            "_replicate_for_data_parallel": _Refuse(module, _REPLICATES),
             "__prepare_scriptable__": _Refuse(module, _SCRIPTS),
         }
         attributes = vars(module)

@@ -106,8 +106,8 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
     return (
         f"The backward pass probably reached {where} first, the last in the model whose gradients contain inf or nan: "
         "it, or a part of the model that uses its output, computed them. `with mpinit.watch_overflow(model) as watch` "
-        "around the batch that was skipped names the operation. Then keep its module in float32 (keep_fp32), use "
-        "bfloat16 (opt_level='O5'), or lower the learning rate"
+        "around the batch that was skipped names the operation. Then keep its module in float32 (keep_fp32; at O1 "
+        "compute_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate"
     )
 
 
