@@ -12,6 +12,7 @@ from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.wrappers import inner_optimizers
 from ..config.reading import check_level, check_names
+from ..pretrained import with_configs
 from . import named, require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -92,7 +93,8 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
     for name, method in (("_save_scaler", _save_loss_scale), ("_load_scaler", _load_loss_scale)):
         session.patch(trainer, name, MethodType(method, trainer))
     # Checkpoints of train() are always float32, because training resumes from them.
-    save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
+    if with_configs(model):
+        save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
 
 
 def _save_loss_scale(trainer: Any, folder: str) -> None:

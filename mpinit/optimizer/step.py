@@ -20,7 +20,7 @@ from ..basics.bulk import grads_of, have_grads
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.patching import UndoStack
-from ..basics.running import reads_without_sync
+from ..basics.running import current_pass, reads_without_sync
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
 from ..masters.masters import Masters
@@ -43,8 +43,8 @@ _LOAD: Final = "load_state_dict"
 _INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, at whose end gradients are unscaled: {}"
 _LATER: Final = "move it after the with-block"
 _STEP_LATER: Final = (
-    "move it after the with-block; where a hook steps each weight inside of the backward pass, call loss.backward() "
-    "without mpinit.scale_loss, at opt_level='O5' or with loss_scale=1.0"
+    "move it after the with-block; a hook that steps each weight inside of the backward pass needs opt_level='O5' or "
+    "loss_scale=1.0"
 )
 FIXED_SCALE: Final = (
     "{} evaluates the loss more than once in a step, and a dynamic loss scale may move in between: choose bfloat16, "
@@ -388,7 +388,8 @@ class ManagedOptimizer:
         Raises:
             RuntimeError: a block is open.
         """
-        if self.gradients.is_open:
+        # At scale 1 a hook of the backward pass may step weights whose gradients are complete.
+        if self.gradients.is_scaled or (self.gradients.is_open and current_pass() == -1):
             raise RuntimeError(_INSIDE_BLOCK.format(what, instead))
 
     def _warn_once(self, text: str) -> None:

@@ -792,6 +792,30 @@ def test_a_step_inside_of_a_block_is_refused_at_any_scale(store: str, scale: flo
 
 
 @stores
+def test_a_hook_may_step_inside_of_a_block_at_scale_1(store: str) -> None:
+    """A weight whose gradient is complete is stepped in the backward pass, and its gradient freed."""
+    results = []
+    for in_hook in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = one_weight(store, loss_scale=1.0)
+        (weight,) = model.parameters()
+
+        def step(_: object = None, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if in_hook:
+            weight.register_post_accumulate_grad_hook(step)
+        with mpinit.scale_loss(model(torch.full((1, 2), 0.3)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if not in_hook:
+            step()
+        assert mpinit.step_counts(optimizer) == (1, 0)
+        results.append(model.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@stores
 def test_plain_passes_add_up_in_16_bits_unless_asked_otherwise(store: str) -> None:
     stops = {torch.float16: 2048.0, torch.bfloat16: 256.0}[ONE_WEIGHT[store]]
     for asked, expected in (({}, stops), ({"grad_dtype": torch.float32}, stops + 2)):
