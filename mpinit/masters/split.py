@@ -114,7 +114,7 @@ class SplitMasters(Masters):
         if master.remainder is None:
             return sharded_as(weight.to(torch.float32, copy=True), master.weight)
         joined = torch.empty_like(weight, dtype=torch.float32)
-        remainder = flat(master.laid_out(weight)).view(torch.bfloat16)
+        remainder = flat(master.laid_out(weight))
         for half, lower, values in zip(*map(_pieces, (flat(weight), remainder, flat(joined))), strict=True):
             join(half, lower, values)
         return sharded_as(joined, master.weight)
@@ -202,7 +202,7 @@ class _Bucket(MasterBatch):
             buffer = torch.empty(2 * self._numel, dtype=torch.float32, device=self._device)
         self._buffer = buffer
         self._lay_out(buffer)
-        remainder, run = self._remainder.view(torch.bfloat16), self._owner.run
+        remainder, run = self._remainder, self._owner.run
         for start, size, weights in self._pieces:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             run(join, weight, remainder[start : start + size], buffer[start : start + size])

@@ -46,7 +46,7 @@ def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     values = torch.empty(len(weight))
-    law.join(weight, rest.view(torch.bfloat16), values)
+    law.join(weight, rest, values)
     return values
 
 
