@@ -132,7 +132,7 @@ def examine(model: Any, optimizer: Any, batch: Tensor) -> list[str]:
     report = mpinit.overflow_report(optimizer)
     lines = str(report).splitlines()
     print("\n".join([*lines[:5], "  ...", lines[-1]]))
-    print("\n2. mpinit.watch_overflow(model): the first operation that left the range\n")
+    print("\n2. mpinit.watch_overflow(model): the first operation that computed inf or nan\n")
     with mpinit.watch_overflow(model) as watch:
         loss_of(model, batch)
     print(watch)

@@ -82,10 +82,10 @@ class Fault:
 
 
 _SENTENCES: Final = {
-    "forward": "{where}: {operation} left the range of {dtype} in the forward pass",
-    "backward": "{where}: {operation} left the range of {dtype} in the backward pass",
+    **dict.fromkeys(
+        ("forward", "backward", "float32"), "{where}: {operation} computed inf or nan in {dtype} in the {phase} pass"
+    ),
     "cast": "{where}: a cast to {dtype} left its range in the {phase} pass ({operation})",
-    "float32": "{where}: {operation} computed inf or nan in {dtype} in the {phase} pass",
     "data": "the inputs of {where} contained inf or nan",
     "weights": "{where}: {operation} contained inf or nan before anything was computed",
 }
@@ -101,7 +101,10 @@ _CAST_OF_MASK: Final = "a mask of -1e9 or finfo(float32).min becomes -inf: a row
 _GRADIENT: Final = (
     "a dynamic loss scale that is too large decreases by itself; if overflows go on, keep the module in float32"
 )
-_SUM: Final = "a sum of many or large numbers: divide before it is summed, or keep the module in float32"
+_SUM: Final = (
+    "a sum of many or large numbers: divide before it is summed, or keep the module in float32; where a learning rate "
+    "that is too large has made weights large, lower it"
+)
 _FORWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (
         ("softmax", "log_softmax", "safe_softmax", "logsumexp"),
@@ -112,7 +115,11 @@ _FORWARD: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
         "in a sigmoid or swish that is written out, call torch.sigmoid or silu instead; in a softmax, subtract the "
         "largest number first, as softmax and logsumexp do",
     ),
-    (("log", "log2", "log10"), "a logarithm of 0, which a smaller number became in 16 bit: clamp to at least 1e-6"),
+    (
+        ("log", "log2", "log10"),
+        "a logarithm of 0, which a smaller number became in 16 bit: use log_softmax or logsigmoid, or compute it in "
+        "float32",
+    ),
     (("pow", "square"), "a power: divide before it, as by the largest magnitude, or keep the module in float32"),
     (("sum", "mean", "cumsum", "var", "var_mean", "norm", "linalg_vector_norm", "prod", "cumprod"), _SUM),
     (("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "mkldnn_convolution", "dot", "mv"), _SUM),

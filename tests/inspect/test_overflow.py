@@ -252,7 +252,7 @@ HINTS: dict[str, tuple[Any, str]] = {
         "keep one position of each row unmasked",
     ),
     "a sum": (lambda x: x * (x.abs() * 9000).sum(), "divide before it is summed"),
-    "a logarithm of 0": (lambda x: (x.square() * 1e-12).log() * 0 + x, "clamp to at least 1e-6"),
+    "a logarithm of 0": (lambda x: (x.square() * 1e-12).log() * 0 + x, "log_softmax"),
 }
 
 
