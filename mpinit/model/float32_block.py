@@ -48,6 +48,7 @@ class Float32Block:
     def _modules(self) -> list[nn.Module]:
         return list({module: None for model in self._models for module in modules_of(model)})
 
+    @torch.no_grad()
     def enter(self) -> None:
         """Put float32 tensors into all modules."""
         modules, masters = self._modules(), self._casts.masters
@@ -72,7 +73,6 @@ class Float32Block:
             table[name] = each
         _rebuild_rnns(modules)
 
-    @torch.no_grad()
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         master = self._casts.masters.of(tensor)
         if isinstance(master, FullMaster):
@@ -187,6 +187,8 @@ def _fault(tensor: torch.Tensor, wide: Any) -> str:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the tensors' versions; 0 for inference tensors, which have none."""
+    if not any([each.is_inference() for each in tensors]):  # noqa: C419 (a generator costs more)
+        return versions_of(tensors)
     return [0 if each.is_inference() else versions_of([each])[0] for each in tensors]
 
 
