@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from . import checkpoint, checks, registry
 from .basics.logs import warn_user
 from .basics.tables import counted
-from .basics.wrappers import iter_unwrapped
 from .distributed.sharding import is_distributed, is_sharded, shard
 from .in_float32 import float32_weights
 from .model.shared_memory import storage_of
@@ -180,10 +179,6 @@ class TrainState:
             named = " and ".join(session.describe() for session in sessions)
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
-
-    def _root(self) -> nn.Module:
-        """Return the model without its wrappers, which names in states leave out."""
-        return list(iter_unwrapped(self._model))[-1]
 
     def _managed(self, optimizer: Optimizer) -> ManagedOptimizer | None:
         session = registry.of(optimizer)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..basics.running import reads_without_sync
 from ..distributed.sharding import is_sharded, shard, sharded_as
 from .arithmetic import EAGER, Arithmetic
-from .codecs.codec import BLOCK, Codec, tensor_rows
+from .codecs.codec import Codec, tensor_rows
 from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
@@ -36,12 +36,6 @@ class EncodedStates:
         self.codec = codec
         self.run = Arithmetic()
         self._tensors: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-
-    def size_of(self, numel: int) -> int:
-        """Return the bytes of a state with this number of elements, between steps."""
-        if numel < SMALLEST:
-            return numel * torch.float32.itemsize
-        return sum(code.nbytes for code in self.codec.empty(-(-numel // BLOCK), torch.device("meta")))
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
         """Decode several states; return codes by (id of the state, key): :meth:`encode` reuses their memory."""
