@@ -2,19 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 import torch
-
-# Attributes of apex's optimizers, which torch's __getstate__ omits from copies and pickles.
-_OPTIONS: Final[tuple[str, ...]] = (
-    "set_grad_none",
-    "adam_w_mode",
-    "adagrad_w_mode",
-    "materialize_master_grads",
-    "moment_mode",
-    "use_nvlamb",
-)
 
 
 class ApexOptimizer(torch.optim.Optimizer):
@@ -23,9 +13,9 @@ class ApexOptimizer(torch.optim.Optimizer):
     set_grad_none: bool
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state and apex's options, for copies and pickles."""
-        options: dict[str, Any] = {name: vars(self)[name] for name in _OPTIONS if name in vars(self)}
-        return {**super().__getstate__(), **options}
+        """Return torch's state for copies and pickles, and the options, which torch leaves out."""
+        options = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return {**options, **super().__getstate__()}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
@@ -51,15 +41,11 @@ class OverTorch(ApexOptimizer):
 
 
 class ByForeach(ApexOptimizer, ABC):
-    """An optimizer whose update is written here, group by group and device by device."""
+    """An optimizer whose update is written here. All parameters are on one device, as in apex."""
 
     @abstractmethod
-    def before_groups(self, grads: list[torch.Tensor]) -> None:
-        """Look at all gradients of a step before any group is updated."""
-
-    @abstractmethod
-    def update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group and one device; each has a gradient."""
+    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
+        """Update parameters that have a gradient, a list of them for each group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,22 +54,15 @@ class ByForeach(ApexOptimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        present = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        grads = [p.grad for group in present for p in group]
-        if any(grad.is_sparse for grad in grads):
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        groups = [(group, params) for group, params in groups if params]
+        if any(p.grad.is_sparse for _, params in groups for p in params):
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients: use torch.optim.SparseAdam for them")
-        if grads:
-            self.before_groups(grads)
-        for group, params in zip(self.param_groups, present, strict=True):
-            if not params:
-                continue
+        for group, _ in groups:
             # Counted for each group, as in apex, whose checkpoints have the number there.
             group["step"] = group.get("step", 0) + 1
-            by_device: dict[torch.device, list[Any]] = {}
-            for p in params:
-                by_device.setdefault(p.device, []).append(p)
-            for own in by_device.values():
-                self.update(group, own)
+        if groups:
+            self.update(groups)
         return loss
 
 

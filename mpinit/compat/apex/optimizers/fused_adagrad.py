@@ -40,23 +40,20 @@ class FusedAdagrad(ByForeach):
         self.set_grad_none = set_grad_none
         super().__init__(as_groups(params), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    def before_groups(self, grads: list[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group and one device."""
-        decay = group["weight_decay"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["sum"] = torch.zeros_like(p)
-        sums = [self.state[p]["sum"] for p in params]
-        grads = [p.grad for p in params]
-        if decay and not self.adagrad_w_mode:
-            grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_addcmul_(sums, grads, grads)
-        denominators = torch._foreach_sqrt(sums)
-        torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(grads, denominators)
-        if decay and self.adagrad_w_mode:
-            torch._foreach_add_(updates, params, alpha=decay)
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
+        """Update the parameters of each group."""
+        for group, params in groups:
+            decay, grads = group["weight_decay"], [p.grad for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["sum"] = torch.zeros_like(p)
+            sums = [self.state[p]["sum"] for p in params]
+            if decay and not self.adagrad_w_mode:
+                grads = list(torch._foreach_add(grads, params, alpha=decay))
+            torch._foreach_addcmul_(sums, grads, grads)
+            denominators = torch._foreach_sqrt(sums)
+            torch._foreach_add_(denominators, group["eps"])
+            updates = torch._foreach_div(grads, denominators)
+            if decay and self.adagrad_w_mode:
+                torch._foreach_add_(updates, params, alpha=decay)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])

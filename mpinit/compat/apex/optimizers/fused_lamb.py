@@ -59,53 +59,44 @@ class FusedLAMB(ByForeach):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedLAMB does not support the AMSGrad variant: omit amsgrad=True")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
         super().__init__(as_groups(params), defaults)
 
-    def before_groups(self, grads: list[torch.Tensor]) -> None:
-        """Compute the norm of all gradients."""
-        norms = torch._foreach_norm(grads)
-        self._norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]))
-
-    def update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group and one device."""
-        beta1, beta2 = group["betas"]
-        decay, limit = group["weight_decay"], group["max_grad_norm"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        moments = [self.state[p]["exp_avg"] for p in params]
-        squares = [self.state[p]["exp_avg_sq"] for p in params]
-        shrink = torch.clamp(self._norm / limit, min=1.0) if limit else torch.ones_like(self._norm)
-        grads = torch._foreach_div([p.grad for p in params], shrink.to(params[0].device))
-        if decay and not self.adam_w_mode:
-            torch._foreach_add_(grads, params, alpha=decay)
-        torch._foreach_mul_(moments, beta1)
-        torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        first, second = bias_corrections(group)
-        denominators = torch._foreach_div(squares, second)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(moments, first)
-        torch._foreach_div_(updates, denominators)
-        if decay and self.adam_w_mode:
-            torch._foreach_add_(updates, params, alpha=decay)
-        if decay or self.use_nvlamb:
-            for p, update in zip(params, updates, strict=True):
-                weight_norm, update_norm = torch.linalg.vector_norm(p), torch.linalg.vector_norm(update)
-                has_ratio = (weight_norm != 0) & (update_norm != 0)
-                update.mul_(torch.where(has_ratio, weight_norm / update_norm, torch.ones_like(weight_norm)))
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
+        """Update the parameters of each group by the norm of the gradients of all."""
+        norms = torch._foreach_norm([p.grad for _, params in groups for p in params], 2, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        for group, params in groups:
+            beta1, beta2 = group["betas"]
+            decay, limit = group["weight_decay"], group["max_grad_norm"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            moments = [self.state[p]["exp_avg"] for p in params]
+            squares = [self.state[p]["exp_avg_sq"] for p in params]
+            shrink = torch.clamp(norm / limit, min=1.0) if limit else torch.ones_like(norm)
+            grads = torch._foreach_div([p.grad for p in params], shrink)
+            if decay and not self.adam_w_mode:
+                torch._foreach_add_(grads, params, alpha=decay)
+            torch._foreach_mul_(moments, beta1)
+            torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            first, second = bias_corrections(group)
+            denominators = torch._foreach_div(squares, second)
+            torch._foreach_sqrt_(denominators)
+            torch._foreach_add_(denominators, group["eps"])
+            updates = torch._foreach_div(moments, first)
+            torch._foreach_div_(updates, denominators)
+            if decay and self.adam_w_mode:
+                torch._foreach_add_(updates, params, alpha=decay)
+            if decay or self.use_nvlamb:
+                for p, update in zip(params, updates, strict=True):
+                    weight_norm, update_norm = torch.linalg.vector_norm(p), torch.linalg.vector_norm(update)
+                    has_ratio = (weight_norm != 0) & (update_norm != 0)
+                    update.mul_(torch.where(has_ratio, weight_norm / update_norm, torch.ones_like(weight_norm)))
+            torch._foreach_add_(params, updates, alpha=-group["lr"])

@@ -56,16 +56,9 @@ class FusedNovoGrad(ByForeach):
             raise RuntimeError(f"norm_type={norm_type!r}: FusedNovoGrad supports 2, and 0 for the largest magnitude")
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        defaults |= {"norm_type": norm_type, "init_zero": init_zero}
         super().__init__(as_groups(params), defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -81,41 +74,39 @@ class FusedNovoGrad(ByForeach):
             )
         super().load_state_dict(state_dict)
 
-    def before_groups(self, grads: list[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def update(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group and one device."""
-        beta1, beta2 = group["betas"]
-        decay, is_max = group["weight_decay"], group["norm_type"] == 0
-        grads = [p.grad for p in params]
-        norms = torch._foreach_norm(grads, float("inf") if is_max else 2, dtype=torch.float32)
-        for p, norm in zip(params, norms, strict=True):
-            if not self.state[p]:
-                first = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=first)
-        moments = [self.state[p]["exp_avg"] for p in params]
-        seconds = [self.state[p]["exp_avg_sq"] for p in params]
-        if is_max:
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_add_(seconds, norms, alpha=1 - beta2)
-        else:
-            torch._foreach_mul_(seconds, seconds)
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_addcmul_(seconds, norms, norms, 1 - beta2)
-            torch._foreach_sqrt_(seconds)
-        first_correction, second_correction = bias_corrections(group)
-        denominators = torch._foreach_div(seconds, second_correction**0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        if self.moment_mode == 0:
-            grads = list(torch._foreach_div(grads, denominators))
-            if decay:
-                torch._foreach_add_(grads, params, alpha=decay)
-        torch._foreach_mul_(moments, beta1)
-        torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        updates = torch._foreach_div(moments, first_correction)
-        if self.moment_mode == 1:
-            torch._foreach_div_(updates, denominators)
-            if decay:
-                torch._foreach_add_(updates, params, alpha=decay)
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
+        """Update the parameters of each group."""
+        for group, params in groups:
+            beta1, beta2 = group["betas"]
+            decay, is_max = group["weight_decay"], group["norm_type"] == 0
+            grads = [p.grad for p in params]
+            norms = torch._foreach_norm(grads, float("inf") if is_max else 2, dtype=torch.float32)
+            for p, norm in zip(params, norms, strict=True):
+                if not self.state[p]:
+                    first = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=first)
+            moments = [self.state[p]["exp_avg"] for p in params]
+            seconds = [self.state[p]["exp_avg_sq"] for p in params]
+            if is_max:
+                torch._foreach_mul_(seconds, beta2)
+                torch._foreach_add_(seconds, norms, alpha=1 - beta2)
+            else:
+                torch._foreach_mul_(seconds, seconds)
+                torch._foreach_mul_(seconds, beta2)
+                torch._foreach_addcmul_(seconds, norms, norms, 1 - beta2)
+                torch._foreach_sqrt_(seconds)
+            first_correction, second_correction = bias_corrections(group)
+            denominators = torch._foreach_div(seconds, second_correction**0.5)
+            torch._foreach_add_(denominators, group["eps"])
+            if self.moment_mode == 0:
+                grads = list(torch._foreach_div(grads, denominators))
+                if decay:
+                    torch._foreach_add_(grads, params, alpha=decay)
+            torch._foreach_mul_(moments, beta1)
+            torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+            updates = torch._foreach_div(moments, first_correction)
+            if self.moment_mode == 1:
+                torch._foreach_div_(updates, denominators)
+                if decay:
+                    torch._foreach_add_(updates, params, alpha=decay)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
