@@ -68,47 +68,8 @@ class LARC(Optimizer):
         """The wrapped optimizer, under the name by which mpinit finds it; apex's name is ``optim``."""
         return self.optim
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optim.defaults
-
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the wrapped optimizer."""
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients as the wrapped optimizer does."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
-        self.optim.add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -119,19 +80,26 @@ class LARC(Optimizer):
         """
         if closure is not None:
             raise RuntimeError("LARC scales gradients once before the step, so it takes no closure: call backward()")
-        masters = _core.master_values(self.optim)
-        for group in self.optim.param_groups:
-            decay = group.get("weight_decay", 0)
-            for p in group["params"]:
-                if p.grad is not None:
-                    scaled = self._scaled(masters.get(p, p), p.grad, decay, group["lr"])
-                    if p.grad.dtype == scaled.dtype:
-                        p.grad.copy_(scaled)
-                    else:  # a 16-bit gradient of a float32 master
-                        p.grad = scaled
-        if masters:
-            deque(mp.master_params(self.optim), maxlen=0)  # masters that were handed out get the new gradients
+        session = _core.session_of(self.optim)
         decays = [group.get("weight_decay") for group in self.optim.param_groups]
+        for group, own in zip(self.optim.param_groups, decays, strict=True):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                weight, decay = p if session is None else session.view.values_of(p), own or 0
+                grad = p.grad.to(weight.dtype)
+                weight_norm, grad_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(grad)
+                rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
+                if self.clip:
+                    rate = torch.clamp(rate / group["lr"], max=1)
+                # On the device: a branch would wait for it once a parameter.
+                scaled = torch.where((weight_norm != 0) & (grad_norm != 0), (grad + decay * weight) * rate, grad)
+                if p.grad.dtype == scaled.dtype:
+                    p.grad.copy_(scaled)
+                else:  # a 16-bit gradient of a float32 master
+                    p.grad = scaled
+        if session is not None:
+            deque(mp.master_params(self.optim), maxlen=0)  # masters that were handed out get the new gradients
         try:
             for group in self.optim.param_groups:
                 group["weight_decay"] = 0
@@ -143,15 +111,14 @@ class LARC(Optimizer):
                 else:
                     group["weight_decay"] = own
 
-    def _scaled(self, weight: torch.Tensor, grad: torch.Tensor, decay: float, lr: Any) -> torch.Tensor:
-        grad = grad.to(weight.dtype)
-        weight_norm, grad_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(grad)
-        rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
-        if self.clip:
-            rate = torch.clamp(rate / lr, max=1)
-        # On the device: a branch would wait for it once a parameter.
-        return torch.where((weight_norm != 0) & (grad_norm != 0), (grad + decay * weight) * rate, grad)
 
+def _of_wrapped(name: str) -> property:
+    return property(lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value))
+
+
+# What a subclass of Optimizer would have of its own, and so __getattr__ does not find.
+for _name in ("param_groups", "state", "defaults", "state_dict", "load_state_dict", "zero_grad", "add_param_group"):
+    setattr(LARC, _name, _of_wrapped(_name))
 
 # In apex, ``apex.parallel.LARC`` is the module, and the class is in it: both ways to write it work.
 LARC.LARC = LARC  # type: ignore[attr-defined]

@@ -24,20 +24,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             parameter. Default False.
         allreduce_always_fp32: reduce 16-bit gradients in float32. Default False.
         gradient_average: False is refused, because torch always averages. Default True.
-        **ignored: apex's ``shared_param``, ``allreduce_trigger_params``, ``retain_allreduce_buffers``,
-            ``num_allreduce_streams``, ``allreduce_communicators``, ``gradient_average_split_factor``,
-            ``gradient_predivide_factor`` and ``prof``. torch needs none of them; a line in the log names them once.
+        **ignored: the names of apex in ``_IGNORED``. torch needs none of them; a line in the log names them once.
     """
 
     _IGNORED = (
-        "shared_param",
-        "allreduce_trigger_params",
-        "retain_allreduce_buffers",
-        "num_allreduce_streams",
-        "allreduce_communicators",
-        "gradient_average_split_factor",
-        "gradient_predivide_factor",
-        "prof",
+        *("shared_param", "allreduce_trigger_params", "retain_allreduce_buffers", "num_allreduce_streams"),
+        *("allreduce_communicators", "gradient_average_split_factor", "gradient_predivide_factor", "prof"),
     )
 
     def __init__(
@@ -81,10 +73,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 @functools.cache
 def _log_ignored_once(names: tuple[str, ...]) -> None:
     if names:
-        log.info(
-            "DistributedDataParallel: %s is for apex's engine, and torch's ignores it",
-            ", ".join(names),
-        )
+        log.info("DistributedDataParallel: %s is for apex's engine, and torch's ignores it", ", ".join(names))
 
 
 class Reducer:
@@ -101,16 +90,16 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
-        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
-        self.grads: list[torch.Tensor] = (
-            [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
-        )
-        if self.module is not None:
-            with torch.no_grad():
-                for parameter in self.module.parameters():
-                    values = parameter.detach().clone()
-                    dist.broadcast(values, 0)
-                    parameter.copy_(values)  # a write that is counted, so that float32 masters follow
+        self.grads, self.module = [], None
+        if not isinstance(module_or_grads_list, nn.Module):
+            self.grads = list(module_or_grads_list)
+            return
+        self.module = module_or_grads_list
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                values = parameter.detach().clone()
+                dist.broadcast(values, 0)
+                parameter.copy_(values)  # a write that is counted, so that float32 masters follow
 
     @torch.no_grad()
     def reduce(self) -> None:
