@@ -1,15 +1,16 @@
 """The internals of mpinit that ``compat/`` uses: sessions and loss scalers. All else it uses is public."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .. import amp, initialization, registry
 from ..autocast.installation import REGISTERED
-from ..config.loss_scale import DynamicLossScale
+from ..optimizer.gradients import any_of
 from ..scaling.scaler import LossScaler
 
 # session_of returns the live session of a model or an optimizer, or None; live_sessions lists all, oldest first.
@@ -19,28 +20,25 @@ live_sessions = registry.live
 Scaler = LossScaler
 
 
-def share_scalers(session: Any, others: Sequence[Any]) -> None:
-    """Make other sessions use the loss scalers of this one."""
-    for other in others:
-        other.scalers[:] = session.scalers
+@contextmanager
+def in_all(blocks: Sequence[Any], optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
+    """Enter several ``scale_loss`` blocks as one; an overflow found in it skips the steps of all the optimizers.
 
-
-def overflows(optimizers: Sequence[Optimizer]) -> list[tuple[Any, torch.Tensor | None]]:
-    """Return the gradients of each optimizer, and whether they have an overflow already; None is: not checked yet."""
-    checked = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
-    return [(gradients, gradients.found_inf) for gradients in checked]
-
-
-def share_overflow(before: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
-    """Skip the steps of all optimizers if one of them has an overflow that :func:`overflows` did not have before."""
-    found = [
-        gradients.found_inf if earlier is None else gradients.found_inf * (earlier == 0)
-        for gradients, earlier in before
-        if gradients.found_inf is not None
-    ]
-    for gradients, _ in before if found else ():
-        own = [] if gradients.found_inf is None else [gradients.found_inf]
-        gradients.found_inf = torch.stack([each.to(found[0].device) for each in (*own, *found)]).amax()
+    mpinit skips the steps of those optimizers whose own gradients overflowed. An overflow of another loss, from before
+    these blocks, is not passed on. No device sync is needed.
+    """
+    with ExitStack() as entered:
+        # Every block yields the loss times the same scale, and the user calls backward() on one of these.
+        scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
+        for block in blocks[1:]:
+            block.skip_use_check()
+        parts = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
+        before = [gradients.found_inf for gradients in parts]
+        yield scaled[0]
+    pairs = [(gradients.found_inf, old) for gradients, old in zip(parts, before, strict=True)]
+    found = any_of(*(new if new is None or old is None else new * (old == 0) for new, old in pairs))
+    for gradients in parts if found is not None else ():
+        gradients.found_inf = any_of(gradients.found_inf, found)
         gradients.is_fresh = True
 
 
@@ -57,34 +55,21 @@ def end_casts(session: Any) -> None:
         registry.session_of(optimizers[0]).scalers[:] = scalers
 
 
-def has_overflow(scaler: Scaler) -> bool:
-    """Return whether a check since the last update of the scale found inf or nan; this needs a device sync."""
-    return scaler.found_inf is not None and bool(scaler.found_inf.item() > 0)
-
-
-def set_rule(scaler: Scaler, rule: float | DynamicLossScale) -> None:
-    """Replace a scaler's rule."""
-    scaler.rule = rule
-
-
-def master_values(optimizer: Optimizer) -> dict[Any, torch.Tensor]:
-    """Return the float32 values of an initialised optimizer's 16-bit weights; empty for any other optimizer."""
-    session = session_of(optimizer)
-    if session is None:
-        return {}
-    weights = [
-        p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)
-    ]
-    return {weight: session.view.values_of(weight) for weight in weights}
-
-
 @contextmanager
-def banned_in_float32() -> Iterator[None]:
-    """Run ``binary_cross_entropy``, which O1 refuses in 16 bits, in float32 for sessions that begin in the block."""
-    before = list(REGISTERED)
-    amp.register_float_function(torch.nn.functional, "binary_cross_entropy")
+def casts_of_functions(properties: dict[str, Any], allow_banned: bool) -> Iterator[None]:
+    """Cast functions in the block by apex's policy, without a model.
+
+    With ``allow_banned``, ``binary_cross_entropy``, which is refused in 16 bits, runs in float32.
+    """
+    nothing, before = nn.Module(), list(REGISTERED)
+    if allow_banned:
+        amp.register_float_function(nn.functional, "binary_cross_entropy")
     added = [entry for entry in REGISTERED if entry not in before]
     try:
-        yield
+        start(nothing, None, "O1", properties, cast_policy="apex")
+        try:
+            yield
+        finally:
+            amp.undo(nothing)
     finally:
         REGISTERED[:] = [entry for entry in REGISTERED if entry not in added]

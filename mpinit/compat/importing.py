@@ -4,16 +4,17 @@ Every module under :data:`REPLACEMENT_PACKAGE` has two names: its own, and the o
 one module object, so there is one copy of its state. Objects pickled under one name load under the other.
 """
 
+import functools
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Final, NoReturn
 
 from ..basics.logs import log
 
@@ -67,14 +68,11 @@ class _Refusals(MetaPathFinder):
         name = fullname
         if fullname.startswith(REPLACEMENT_PACKAGE):
             name = NAME + fullname.removeprefix(REPLACEMENT_PACKAGE)
+        is_ours = getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE
+        if name in MISSING or (name in ABSENT_MODULES and is_ours):
+            _log_once(_missing(name))
         if name in MISSING:
-            _log_once(f"{_missing(name)}. A script may show another text for this ImportError")
-        refuse_missing(name)
-        if name in ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
-            _log_once(
-                f"{name} is not part of the apex that mpinit provides, and is imported. If a script needs it, install "
-                "NVIDIA apex: mpinit then provides apex.amp alone"
-            )
+            raise ImportError(_missing(name), name=name)
 
 
 def _drop_modules(package: str) -> None:
@@ -128,57 +126,63 @@ def _is_nvidias(spec: ModuleSpec) -> bool:
 
 
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
-_NORMS: Final = "apex.normalization.fused_layer_norm"
+_NORM: Final = "normalization.fused_layer_norm."
 
-MISSING: Final[dict[str, str]] = {
-    "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
-    "apex.fp16_utils.FP16_Optimizer": f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
-    "apex.fp16_utils.fp16_optimizer": f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
-    **dict.fromkeys(
-        ("apex.fp16_utils.LossScaler", "apex.fp16_utils.DynamicLossScaler", "apex.fp16_utils.loss_scaler"),
-        "torch.amp.GradScaler, or mpinit.initialize(..., loss_scale=...) with mpinit.scale_loss",
-    ),
-    **dict.fromkeys(
-        (f"{_NORMS}.fused_layer_norm", f"{_NORMS}.fused_layer_norm_affine"), "torch.nn.functional.layer_norm"
-    ),
-    f"{_NORMS}.mixed_dtype_fused_layer_norm_affine": "torch.nn.functional.layer_norm, with a cast of its input",
-    **dict.fromkeys(
-        (f"{_NORMS}.fused_rms_norm", f"{_NORMS}.fused_rms_norm_affine", f"{_NORMS}.manual_rms_norm"),
-        "torch.nn.functional.rms_norm",
-    ),
-    f"{_NORMS}.mixed_dtype_fused_rms_norm_affine": "torch.nn.functional.rms_norm, with a cast of its input",
-    **dict.fromkeys(
-        ("apex.optimizers.FP16_Optimizer", "apex.optimizers.fp16_optimizer"),
-        f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
-    ),
-    **dict.fromkeys(
-        ("apex.optimizers.FusedMixedPrecisionLamb", "apex.optimizers.fused_mixed_precision_lamb"),
-        f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
-    ),
-    "apex.parallel.multiproc": "torchrun --nproc-per-node N -m mpinit run script.py",
+# Name -> its replacement.
+MISSING: Final = {
+    f"{NAME}.{name}": text
+    for names, text in (
+        ("amp.lists", "mpinit.register_half_function and its siblings, one call for each function"),
+        (
+            "fp16_utils.FP16_Optimizer fp16_utils.fp16_optimizer optimizers.FP16_Optimizer optimizers.fp16_optimizer",
+            f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
+        ),
+        (
+            "fp16_utils.LossScaler fp16_utils.DynamicLossScaler fp16_utils.loss_scaler",
+            "torch.amp.GradScaler, or mpinit.initialize(..., loss_scale=...) with mpinit.scale_loss",
+        ),
+        (f"{_NORM}fused_layer_norm {_NORM}fused_layer_norm_affine", "torch.nn.functional.layer_norm"),
+        (f"{_NORM}mixed_dtype_fused_layer_norm_affine", "torch.nn.functional.layer_norm, with a cast of its input"),
+        (
+            f"{_NORM}fused_rms_norm {_NORM}fused_rms_norm_affine {_NORM}manual_rms_norm",
+            "torch.nn.functional.rms_norm",
+        ),
+        (f"{_NORM}mixed_dtype_fused_rms_norm_affine", "torch.nn.functional.rms_norm, with a cast of its input"),
+        (
+            "optimizers.FusedMixedPrecisionLamb optimizers.fused_mixed_precision_lamb",
+            f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
+        ),
+        ("parallel.multiproc", "torchrun --nproc-per-node N -m mpinit run script.py"),
+    )
+    for name in names.split()
 }
-
-
 # Parts of apex without a replacement, which scripts import.
 ABSENT_MODULES: Final = frozenset(
     f"{NAME}.{part}" for part in ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 )
 
-_logged: set[str] = set()
 
-
+@functools.cache
 def _log_once(text: str) -> None:
     """Log a warning once a process: scripts import apex in a ``try`` of their own, which hides the error's text."""
-    if text not in _logged:
-        _logged.add(text)
-        log.warning(text)
+    log.warning("%s. A script may show another text for this ImportError", text)
 
 
-def refuse_missing(name: str, kind: type[ImportError | AttributeError] = ImportError) -> None:
-    """Raise the error for a name of apex that mpinit does not provide; it names the replacement."""
-    if name in MISSING:
-        raise kind(_missing(name), name=name)
+def refusal(package: str, kind: type[ImportError | AttributeError] = AttributeError) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a package of apex: its errors name the replacements of names that it lacks."""
+
+    def __getattr__(name: str) -> NoReturn:
+        if f"{package}.{name}" in MISSING:
+            raise kind(_missing(f"{package}.{name}"), name=name)
+        # An ImportError, because scripts that run without it write ``import apex; apex.contrib...`` in a try block with
+        # ``except ImportError``.
+        if f"{package}.{name}" in ABSENT_MODULES:
+            raise ImportError(_missing(f"{package}.{name}"), name=name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return __getattr__
 
 
 def _missing(name: str) -> str:
-    return f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}"
+    replacement = MISSING.get(name, "install NVIDIA apex: mpinit then provides apex.amp alone")
+    return f"{name} is not part of the apex that mpinit provides. In its place, {replacement}"

@@ -12,10 +12,9 @@ from ....basics.logs import log
 from ... import _core
 from ._amp_state import _amp_state, training_session
 
-__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-
 Properties = mp.Properties
 opt_levels = mp.OPT_LEVELS
+_NOT_PROPERTIES = ("models", "optimizers", "enabled", "opt_level")
 
 
 def initialize(
@@ -57,9 +56,9 @@ def initialize(
     Raises:
         RuntimeError: there is no such level.
     """
+    keywords = {name: value for name, value in locals().items() if name not in _NOT_PROPERTIES}
     _amp_state.disabled = not enabled
-    verbosity = int(verbosity) if isinstance(verbosity, bool) else verbosity
-    _amp_state.verbosity = verbosity
+    _amp_state.verbosity = keywords["verbosity"] = int(verbosity) if isinstance(verbosity, bool) else verbosity
     if not enabled:
         return models if optimizers is None else (models, optimizers)
     if not isinstance(opt_level, str) or opt_level not in opt_levels:
@@ -67,39 +66,18 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. "
             "The prefix O is the letter O, not the number zero"
         )
-    _end_earlier_sessions(_as_list(models), _as_list(optimizers))
+    many, own = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (models, optimizers))
+    own = [optimizer for optimizer in own if optimizer is not None]
+    _end_earlier_sessions(many, own)
     with warnings.catch_warnings():
         if _amp_state.allow_incoming_model_not_fp32:
             warnings.simplefilter("ignore", UserWarning)
-        result = _core.start(
-            models,
-            optimizers,
-            opt_level,
-            {
-                "cast_model_type": cast_model_type,
-                "patch_torch_functions": patch_torch_functions,
-                "keep_batchnorm_fp32": keep_batchnorm_fp32,
-                "master_weights": master_weights,
-                "loss_scale": loss_scale,
-                "cast_model_outputs": cast_model_outputs,
-                "num_losses": num_losses,
-                "verbosity": verbosity,
-                "min_loss_scale": min_loss_scale,
-                "max_loss_scale": max_loss_scale,
-                "patch_torch_functions_type": patch_torch_functions_type,
-            },
-            cast_policy="apex",
-        )
-    for optimizer in _as_list(optimizers):
+        result = _core.start(models, optimizers, opt_level, keywords, cast_policy="apex")
+    for optimizer in own:
         attach(optimizer)
-    _share_scalers(_as_list(optimizers))
+    if own:
+        _share_scalers(_core.session_of(own[0]))
     return result
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
@@ -117,17 +95,15 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
             mp.undo(model)
 
 
-def _share_scalers(optimizers: list[Any]) -> None:
-    """Make earlier sessions use the loss scalers of these optimizers' session: apex has one list of scalers."""
-    session = _core.session_of(optimizers[0]) if optimizers else None
-    if session is None:
-        return
+def _share_scalers(session: Any) -> None:
+    """Make earlier sessions of this face use a session's loss scalers: apex has one list of scalers."""
     others = [
         earlier
         for earlier in _core.live_sessions()
-        if earlier is not session and any(hasattr(optimizer, "_amp_stash") for optimizer in earlier.optimizers)
+        if earlier is not session and earlier.optimizers and earlier.view.cast_policy == "apex"
     ]
-    _core.share_scalers(session, others)
+    for earlier in others:
+        earlier.scalers[:] = session.scalers
     if others and _amp_state.verbosity > 0:
         kind = "dynamic" if session.scalers[0].is_dynamic else "static: overflows are not looked for"
         named = "; ".join(earlier.describe() for earlier in others)
@@ -137,11 +113,10 @@ def _share_scalers(optimizers: list[Any]) -> None:
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
     """Return the loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
+    It is empty if amp is disabled, and no model or optimizer was initialised before.
+
     Args:
         destination: a mapping to fill and return. Default None: a new one.
-
-    Returns:
-        The state; empty if amp is disabled, and no model or optimizer was initialised before.
     """
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if not _amp_state.has_no_scalers:

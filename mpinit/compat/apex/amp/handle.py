@@ -1,7 +1,7 @@
 """scale_loss and disable_casts, and the handles of ``amp.init``, apex's first interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -12,11 +12,8 @@ from torch.optim import Optimizer
 from .... import amp as mp
 from ... import _core
 from ._amp_state import _amp_state
-from .opt import OptimWrapper
 
 disable_casts = mp.disable_casts
-
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 def scale_loss(
@@ -27,94 +24,50 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[torch.Tensor]:
-    """Return a context manager in which to run ``scaled_loss.backward()``.
+    """Return a context manager that yields the scaled loss, in which to run ``scaled_loss.backward()``.
 
     Args:
         loss: the loss, a tensor with one element.
         optimizers: the optimizer, or a list of those whose gradients the backward pass computes. An overflow in the
-            gradients of one skips the steps of all.
+            gradients of one skips the steps of all; with ``mpinit.scale_loss`` each decides by its own gradients.
         loss_id: the number of the loss, below ``num_losses``. Default 0.
         model: accepted and ignored.
-        delay_unscale: True: more backward passes follow before the step. Default False.
-        delay_overflow_check: the same as ``delay_unscale``.
-
-    Returns:
-        A context manager that yields the scaled loss.
+        delay_unscale, delay_overflow_check: True: more backward passes follow before the step. Default False.
 
     Raises:
         RuntimeError: an optimizer was not initialised.
         ValueError: there is no such ``loss_id``, or the optimizers' sessions do not share its scaler.
     """
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
-    if _amp_state.disabled and not is_known:
+    sessions: list[Any] = [_core.session_of(optimizer) for optimizer in many]
+    if _amp_state.disabled and not any(sessions):
         return nullcontext(loss)
     later = delay_unscale or delay_overflow_check
-    if len(many) == 1 or not is_known:
-        return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
-    # The block that is entered first exits last. It alone updates the scale, after all blocks have checked gradients.
+    scalers = {id(scaler) for session in sessions if session for scaler in session.scalers[loss_id:][:1]}
+    if len(many) == 1 or not all(sessions) or len(scalers) != 1:
+        return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)  # refuses what cannot be scaled
+    # One block for each session. The one that is entered first exits last: it alone updates the scale, after all blocks
+    # have checked gradients.
     blocks = [
-        mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
-        for index, group in enumerate(_groups_by_session(many, loss_id))
+        mp.scale_loss(
+            loss,
+            [optimizer for optimizer, session in zip(many, sessions, strict=True) if session is own],
+            loss_id,
+            delay_overflow_check=later or index > 0,
+        )
+        for index, own in enumerate(dict.fromkeys(sessions))
     ]
-    session: Any = _core.session_of(many[0])
-    return _skip_together(blocks, many if session.scalers[loss_id].is_dynamic else [])
-
-
-@contextmanager
-def _skip_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Enter several blocks as one; after them, an overflow of one optimizer skips the steps of all.
-
-    mpinit skips the steps of those optimizers whose own gradients overflowed; apex skips the steps of all that the loss
-    was scaled for. An overflow of another loss, from before these blocks, is not passed on. No device sync is needed.
-    """
-    with ExitStack() as entered:
-        scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
-        # Every block yields the loss times the same scale, and the user calls backward() on one of these.
-        for block in blocks[1:]:
-            block.skip_use_check()
-        before = _core.overflows(optimizers)
-        yield scaled[0]
-    _core.share_overflow(before)
-
-
-def _groups_by_session(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
-    """Yield the optimizers of each session; if the sessions have different scalers, one list, which mpinit refuses."""
-    sessions = [_core.session_of(optimizer) for optimizer in optimizers]
-    known = [session for session in sessions if session is not None]
-    if len(known) < len(sessions) or len({tuple(map(id, session.scalers[loss_id:][:1])) for session in known}) > 1:
-        yield list(optimizers)
-        return
-    for session in dict.fromkeys(known):
-        yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
+    return _core.in_all(blocks, many if sessions[0].scalers[loss_id].is_dynamic else [])
 
 
 class _Handle(ABC):
-    """What all handles have.
-
-    Attributes:
-        has_cache, verbose: kept for scripts that read them.
-    """
+    """What both handles have. Scripts read ``has_cache`` and ``verbose``."""
 
     has_cache = verbose = False
 
     @abstractmethod
     def is_active(self) -> bool:
-        """Return whether functions are cast and losses scaled."""
-
-    @abstractmethod
-    def _begin(self, optimizer: Optimizer, num_loss: int) -> None:
-        """Let the losses of an optimizer that is being wrapped be scaled."""
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer that steps for several losses.
-
-        Args:
-            optimizer: the optimizer.
-            num_loss: number of losses between two steps. Default 1.
-        """
-        self._begin(optimizer, num_loss)
-        return OptimWrapper(optimizer, self, num_loss)
+        """Return whether functions are cast."""
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
@@ -125,39 +78,26 @@ class _Handle(ABC):
 
 
 class AmpHandle(_Handle):
-    """The handle that ``amp.init`` returns: functions cast their arguments until :meth:`_deactivate`.
+    """The handle that :func:`init` returns: it scales losses, and its casts end with :meth:`_deactivate`.
 
     Args:
         loss_scale: "dynamic", or a number above 0.
         enable_caching, verbose: kept for scripts that read them.
-        allow_banned: True: functions that apex bans in 16 bits run in float32.
-        patch_type: the 16-bit dtype of functions.
     """
 
-    def __init__(
-        self,
-        loss_scale: float | str = "dynamic",
-        enable_caching: bool = True,
-        verbose: bool = False,
-        allow_banned: bool = False,
-        patch_type: torch.dtype = torch.float16,
-    ) -> None:
+    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
         self._loss_scale = loss_scale
         self.has_cache, self.verbose = enable_caching, verbose
-        self._is_active = True
+        self._is_active = False
         self._wraps = False
         # Those of the losses that are scaled by the handle itself share one scale; a wrapped one has its own.
         self._optimizers: list[Any] = []
         self._stack = ExitStack()
-        with ExitStack() as undone:
-            if allow_banned:
-                undone.enter_context(_core.banned_in_float32())
-            # A session without parameters: it casts functions, and nothing else.
-            casts = nn.Module()
-            properties = {"loss_scale": 1.0, "patch_torch_functions_type": patch_type}
-            _core.start(casts, None, "O1", properties, cast_policy="apex")
-            undone.callback(mp.undo, casts)
-            self._stack = undone.pop_all()
+
+    def _activate(self, patch_type: torch.dtype, allow_banned: bool) -> None:
+        properties = {"loss_scale": 1.0, "patch_torch_functions_type": patch_type}
+        self._stack.enter_context(_core.casts_of_functions(properties, allow_banned))
+        self._is_active = True
 
     def is_active(self) -> bool:
         """Return whether functions are cast and losses scaled."""
@@ -176,9 +116,7 @@ class AmpHandle(_Handle):
     def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> Iterator[torch.Tensor]:
         """Yield the loss times the scale, for ``backward()``; unscale the optimizer's gradients after it.
 
-        Args:
-            loss: the loss, a tensor with one element.
-            optimizer: the optimizer whose gradients the backward pass computes. A step after an overflow is skipped.
+        A step after an overflow is skipped. A handle that is not active yields the loss.
 
         Raises:
             RuntimeError: an optimizer was wrapped, and has a ``scale_loss`` of its own.
@@ -191,25 +129,33 @@ class AmpHandle(_Handle):
                 "after handle.wrap_optimizer(optimizer), scale losses by the wrapped optimizer: "
                 "with optimizer.scale_loss(loss) as scaled_loss"
             )
-        if _core.session_of(optimizer) is None:
-            self._start(optimizer, 1)
-            first = _core.session_of(self._optimizers[0])
-            if optimizer is not self._optimizers[0]:
-                _core.share_scalers(first, [_core.session_of(optimizer)])
+        self._start(optimizer, 1)
         with mp.scale_loss(loss, optimizer) as scaled:
             yield scaled
 
-    def _begin(self, optimizer: Optimizer, num_loss: int) -> None:
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> "OptimWrapper":
+        """Wrap an optimizer that steps for several losses.
+
+        Args:
+            optimizer: the optimizer.
+            num_loss: number of losses between two steps. Default 1.
+        """
         self._wraps = True
-        if self.is_active() and _core.session_of(optimizer) is None:
+        if self.is_active():
             self._start(optimizer, num_loss)
+        return OptimWrapper(optimizer, self, num_loss)
 
     def _start(self, optimizer: Any, num_losses: int) -> None:
-        """Let the optimizer's losses be scaled: a session over its parameters that casts nothing."""
+        """Let an optimizer's losses be scaled: by a session over its parameters that casts nothing."""
+        if _core.session_of(optimizer) is not None:
+            return
         parameters = nn.ParameterList([p for group in optimizer.param_groups for p in group["params"]])
         properties = {"patch_torch_functions": False, "loss_scale": self._loss_scale, "num_losses": num_losses}
         _core.start(parameters, optimizer, "O1", properties)
         self._optimizers.append(optimizer)
+        first, own = (_core.session_of(each) for each in (self._optimizers[0], optimizer))
+        if not self._wraps and first is not None and own is not None:
+            own.scalers[:] = first.scalers
 
     def _deactivate(self) -> None:
         """Undo ``amp.init``: functions and optimizers are as before. A second call does nothing."""
@@ -223,42 +169,72 @@ class AmpHandle(_Handle):
         self._stack.close()
 
 
-class NoOpHandle(_Handle):
-    """The handle of ``amp.init(enabled=False)``, which does nothing."""
+class OptimWrapper:
+    """An optimizer whose losses are scaled one after the other, each with a scale of its own.
 
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
+    ``handle.wrap_optimizer`` makes it. All attributes but these are the optimizer's.
 
-    def _begin(self, optimizer: Optimizer, num_loss: int) -> None: ...
+    Args:
+        optimizer: the optimizer.
+        amp_handle: the handle of ``amp.init``.
+        num_loss: number of losses between two steps.
+    """
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
+        self.optimizer = optimizer  # the name by which mpinit finds it
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
 
-    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
-        """Return a context manager that yields the loss."""
-        return nullcontext(loss)
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the next loss, scaled, for ``backward()``.
 
-    def _deactivate(self) -> None: ...
+        Raises:
+            RuntimeError: more losses than ``num_loss`` since the last step.
+        """
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._loss_idx + 1} times since the last step, and this optimizer was wrapped "
+                f"for {self._num_loss}: handle.wrap_optimizer(optimizer, num_loss={self._loss_idx + 1})"
+            )
+        loss_id, self._loss_idx = self._loss_idx, self._loss_idx + 1
+        with mp.scale_loss(loss, self.optimizer, loss_id) as scaled:
+            yield scaled
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, or skip the step after an overflow in any of the losses.
+
+        Raises:
+            NotImplementedError: a closure was passed while amp is active.
+        """
+        self._loss_idx = 0
+        if closure is not None and self._amp_handle.is_active():
+            raise NotImplementedError("the optimizer of amp.init takes no closure: call backward(), then step()")
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while a copy or a pickle is made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
 
 
 class SessionHandle(_Handle):
     """The handle after ``amp.initialize``: :meth:`_deactivate` ends the casts of functions, and nothing else."""
 
     has_cache = True
+    scale_loss = staticmethod(scale_loss)
+    _disable_casts = staticmethod(mp.disable_casts)
 
     def is_active(self) -> bool:
-        """Return whether such a session is live."""
+        """Return whether a session that casts functions is live."""
         return bool(self._sessions())
-
-    def _begin(self, optimizer: Optimizer, num_loss: int) -> None: ...
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
-        """Do what ``amp.scale_loss`` does."""
-        return scale_loss(loss, optimizer)
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return mp.disable_casts()
 
     def _deactivate(self) -> None:
         for session in self._sessions():
@@ -279,7 +255,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Cast functions from here on, by apex's cast policy: apex's first interface. No model is changed.
 
     Args:
@@ -305,9 +281,10 @@ def init(
         >>> optimizer.step()
         >>> handle._deactivate()
     """
-    earlier = _amp_state.handle
-    if isinstance(earlier, AmpHandle):
-        earlier._deactivate()
-    handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned, patch_type) if enabled else NoOpHandle()
+    if isinstance(_amp_state.handle, AmpHandle):
+        _amp_state.handle._deactivate()
+    handle = AmpHandle(loss_scale, enable_caching and enabled, verbose)
+    if enabled:
+        handle._activate(patch_type, allow_banned)
     _amp_state.handle = handle
     return handle

@@ -21,71 +21,6 @@ class LossScaler:
         self.core = core
         self._overflowed = False
 
-    @property
-    def dynamic(self) -> bool:
-        """Return whether the scale is dynamic."""
-        return self.core.is_dynamic
-
-    @property
-    def _rule(self) -> DynamicLossScale:
-        # A fixed scale has apex's numbers too, which nothing uses.
-        return self.core.rule if isinstance(self.core.rule, DynamicLossScale) else DynamicLossScale()
-
-    @_rule.setter
-    def _rule(self, rule: DynamicLossScale) -> None:
-        if self.dynamic:
-            _core.set_rule(self.core, rule)
-
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._rule.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._rule = dataclasses.replace(self._rule, growth_interval=int(value))
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._rule.min
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self._rule = self._rule.limited(None if value is None else float(value), self._rule.max)
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return self._rule.max
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._rule = self._rule.limited(self._rule.min, float(value))
-
-    @property
-    def _loss_scale(self) -> float:
-        return self.core.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: Any) -> None:
-        self.core.set_scale(float(value))
-        if not self.dynamic:
-            _core.set_rule(self.core, float(value))  # a rule of 1 never scales
-
-    @property
-    def _unskipped(self) -> int:
-        return self.core.unskipped
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self.core.unskipped = int(value)
-
-    @property
-    def _has_overflow(self) -> bool:
-        return self._overflowed or _core.has_overflow(self.core)
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._overflowed = bool(value)
-
     def loss_scale(self) -> float:
         """Return the present loss scale."""
         return self.core.loss_scale()
@@ -102,7 +37,44 @@ class LossScaler:
         """
         self.core.record_found_inf(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
         # Read before the update: at its lower limit the scale does not go down.
-        overflowed = _core.has_overflow(self.core)
+        overflowed = self._found_inf()
         self.core.update()
         self._overflowed = False
         return overflowed
+
+    def _found_inf(self) -> bool:
+        return self.core.found_inf is not None and bool(self.core.found_inf.item() > 0)
+
+    def _rule(self) -> DynamicLossScale:
+        # A fixed scale has apex's numbers too, which nothing uses.
+        return self.core.rule if isinstance(self.core.rule, DynamicLossScale) else DynamicLossScale()
+
+    def _set_rule(self, rule: DynamicLossScale | float) -> None:
+        if self.core.is_dynamic == isinstance(rule, DynamicLossScale):
+            self.core.rule = rule
+
+    def _set_scale(self, value: Any) -> None:
+        self.core.set_scale(float(value))
+        self._set_rule(float(value))  # a fixed rule of 1 never scales
+
+    dynamic = property(lambda self: self.core.is_dynamic)
+    _loss_scale = property(loss_scale, _set_scale)
+    _unskipped = property(lambda self: self.core.unskipped, lambda self, n: setattr(self.core, "unskipped", int(n)))
+    _has_overflow = property(
+        lambda self: self._overflowed or self._found_inf(),
+        lambda self, value: setattr(self, "_overflowed", bool(value)),
+    )
+    _scale_seq_len = property(
+        lambda self: self._rule().growth_interval,
+        lambda self, n: self._set_rule(dataclasses.replace(self._rule(), growth_interval=int(n))),
+    )
+    _min_loss_scale = property(
+        lambda self: self._rule().min,
+        lambda self, low: self._set_rule(
+            self._rule().limited(None if low is None else float(low), self._rule().max),
+        ),
+    )
+    _max_loss_scale = property(
+        lambda self: self._rule().max,
+        lambda self, high: self._set_rule(self._rule().limited(self._rule().min, float(high))),
+    )

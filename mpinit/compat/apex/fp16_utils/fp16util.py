@@ -7,6 +7,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+__all__ = ["BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network", "tofp16"]
+__all__ += ["master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists"]
+__all__ += ["to_python_float"]
+
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 

@@ -1,12 +1,12 @@
 """apex's normalisations. They compute in float32 and return the input's dtype; Mixed ones return the weight's."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...importing import refuse_missing
+from ...importing import refusal
 
 
 class _Norm(nn.Module):
@@ -75,6 +75,5 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     _is_mixed = True
 
 
-def __getattr__(name: str) -> NoReturn:
-    refuse_missing(f"apex.normalization.fused_layer_norm.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# An ImportError, because "from ... import name" of a file, which is no package, shows no other error's text.
+__getattr__ = refusal("apex.normalization.fused_layer_norm", ImportError)

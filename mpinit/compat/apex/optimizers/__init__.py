@@ -1,8 +1,6 @@
 """Optimizers of torch, LAMB, NovoGrad and apex's Adagrad, under apex's names."""
 
-from typing import NoReturn
-
-from ...importing import refuse_missing
+from ...importing import refusal
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -11,7 +9,4 @@ from .fused_sgd import FusedSGD
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
-
-def __getattr__(name: str) -> NoReturn:
-    refuse_missing(f"apex.optimizers.{name}", AttributeError)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = refusal("apex.optimizers")
