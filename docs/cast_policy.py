@@ -22,10 +22,7 @@ _PRODUCTS: Final = (
 )
 
 # Powers, logarithms and sums inside run in float32, and so the result is, though not every step is.
-_POWERS: Final = (
-    *("torch.nn.functional.gaussian_nll_loss", "torch.nn.functional.multilabel_soft_margin_loss"),
-    *("torch.nn.functional.local_response_norm", "torch.nn.functional.linear_cross_entropy"),
-)
+_POWERS: Final = ("torch.nn.functional.local_response_norm", "torch.nn.functional.linear_cross_entropy")
 
 MADE_OF_OTHERS: Final = {**dict.fromkeys(_PRODUCTS, Cast.LOWER_PRECISION), **dict.fromkeys(_POWERS, Cast.FP32)}
 

@@ -169,7 +169,6 @@ class Session:
         # Hooks of torch's functions and of optimizers.
         if plan.properties.patch_torch_functions or selection.has_16_bit or selection.gathered:
             push(autocast.apply(plan, owner=self))
-        if plan.properties.patch_torch_functions:
             push(autocast.wrap(self.models))
         if selection.bypasses_kept:
             known = weakref.ref(self)

@@ -120,7 +120,7 @@ _LOWER_PRECISION_ROWS: Final = (
     _lower("convolution", "t:convolution"),
     _lower("linear", "F:linear", native=_EVERYWHERE),
     _lower("matmul", "tT:matmul T:__matmul__ T:__rmatmul__ L:matmul", native=_EVERYWHERE),
-    *_rows(Cast.LOWER_PRECISION, "tT", "mm bmm addmm addbmm baddbmm", _EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tT", "mm bmm addmm baddbmm", _EVERYWHERE),
     *_rows(Cast.LOWER_PRECISION, "tT", "mv addmv addr"),
     _lower("vecdot", "L:vecdot", native=_EVERYWHERE),
     _lower("multi_dot", "L:multi_dot"),
@@ -144,13 +144,21 @@ _UPSAMPLE: Final = (
     "N:_upsample_bilinear2d_aa N:upsample_trilinear3d N:upsample_bicubic2d N:_upsample_bicubic2d_aa"
 )
 
+# Losses that are written in Python: there is no kernel to wrap.
+COMPOSED_LOSS_ROWS: Final = tuple(
+    _rows(Cast.FP32, "F", "gaussian_nll_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss", _NOWHERE)
+)
+
 LOSS_ROWS: Final = (
     _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
     _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),
-    *_losses("N", "l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss"),
-    *_losses("N", "multilabel_margin_loss"),
+    # Their Python bodies compute by themselves where a weight is passed.
+    _fp32("l1_loss", "N:l1_loss F:l1_loss", native=_EVERYWHERE),
+    _fp32("mse_loss", "N:mse_loss F:mse_loss", native=_EVERYWHERE),
+    *_losses("N", "smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss"),
     *_losses("t", "poisson_nll_loss triplet_margin_loss kl_div cosine_embedding_loss hinge_embedding_loss"),
     *_losses("t", "margin_ranking_loss binary_cross_entropy_with_logits"),
+    *COMPOSED_LOSS_ROWS,
 )
 
 _FP32_ROWS: Final = (
@@ -180,9 +188,11 @@ _FP32_ROWS: Final = (
     _fp32("cosine_similarity", "tF:cosine_similarity", native=_NOWHERE, casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
     *LOSS_ROWS,
-    # Sums over many rows, which a CPU adds in 16 bits. On torch's lists for CUDA addbmm runs in 16 bits, and index_put
-    # in the widest dtype of its arguments.
-    *_rows(Cast.FP32, "tT", "index_add", _NOWHERE),
+    # Sums over many rows, which a CPU adds in 16 bits: ones stop at 256 in bfloat16. On torch's lists for CUDA
+    # addbmm runs in 16 bits, and index_put in the widest dtype of its arguments.
+    *_rows(Cast.FP32, "tT", "index_add index_put", _NOWHERE),
+    *_rows(Cast.FP32, "t", "segment_reduce", _NOWHERE),
+    _fp32("addbmm", "tT:addbmm", native=_NOWHERE, casts_off=True),
     _fp32("fold", "N:col2im", "F:fold", _NOWHERE),
     _fp32("unfold", "N:im2col", "F:unfold", _NOWHERE),
 )
@@ -191,7 +201,7 @@ _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack 
 
 # Wrapped because torch's own promotion raises for tensors of the other 16-bit dtype. cat and stack promote without it.
 _PROMOTE_ROWS: Final = (
-    *_rows(Cast.PROMOTE, "tT", "addcdiv addcmul dot vdot index_put index_copy scatter_add", _NOWHERE),
+    *_rows(Cast.PROMOTE, "tT", "addcdiv addcmul dot vdot index_copy scatter_add", _NOWHERE),
     _promote("atan2", "tT:atan2 tT:arctan2"),
     _promote("bilinear", "tF:bilinear", casts_off=True),
     _promote("cross", "tT:cross L:cross"),

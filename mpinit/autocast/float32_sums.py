@@ -20,10 +20,13 @@ def _widened(value: Any) -> Any:
 def _loss(original: Function) -> Function:
     """Wrap a loss: it computes in float32 and returns float32.
 
-    In float16 the mean of ``cross_entropy`` over 65,520 rows is 0, and so are its gradients.
+    In float16 the mean of ``cross_entropy`` over 65,520 rows is 0, and so are its gradients; that of ``mse_loss`` with
+    weights is nan.
     """
 
     def float32_loss(*args: Any, **kwargs: Any) -> Any:
+        if any(map(callable, kwargs.values())):  # a distance of the user's, whose weights may be 16-bit
+            return original(*args, **kwargs)
         return original(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
 
     return float32_loss

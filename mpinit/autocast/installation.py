@@ -16,7 +16,7 @@ from ..basics.logs import log
 from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_dropped
 from ..config.plan import Plan
 from . import cpu_autocast_list, encoder_fast_path
-from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
+from .cast_lists import APEX_POLICY, COMPOSED_LOSS_ROWS, TORCH_POLICY, Cast, wrapped_on
 from .casters import renamed, user_wrapper, wrapper
 from .float32_sums import FLOAT32_SUMS
 from .thread_flags import ThreadCasts, call_without_casts, device_types, is_on
@@ -72,10 +72,11 @@ class Installation:
         token = object()
         with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
-            before = self._casting()
-            self._sessions[token] = plan.cast_policy if plan.properties.patch_torch_functions else _SUMS_ONLY
+            kind = plan.cast_policy if plan.properties.patch_torch_functions else _SUMS_ONLY
+            is_first = kind not in self._sessions.values()
+            self._sessions[token] = kind
             self._refresh()
-            for where, name in self._bound_before() if self._casting() and not before else ():
+            for where, name in self._bound_before(kind) if is_first else ():
                 log.warning(
                     "%s was imported from torch before mpinit.initialize and keeps the function without casts: call "
                     "it as %s, or import it after initialize",
@@ -134,10 +135,11 @@ class Installation:
             if (id(owner), name) not in registered:
                 self._set(owner, name, function)
 
-    def _bound_before(self) -> Iterator[tuple[str, str]]:
+    def _bound_before(self, kind: str) -> Iterator[tuple[str, str]]:
         """Find names in the user's modules that were bound to a function before it was wrapped; skip methods."""
         found: dict[int, str] = {}
-        for row in TORCH_POLICY:
+        # Losses that have a kernel are wrapped there, whoever calls them.
+        for row in COMPOSED_LOSS_ROWS if kind is _SUMS_ONLY else TORCH_POLICY:
             for name in row.wraps if wrapped_on(row, device_types()) else ():
                 owner, attribute = resolve_owner(name)
                 if (id(owner), attribute) in self._originals and owner is not torch.Tensor:

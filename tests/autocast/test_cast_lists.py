@@ -65,7 +65,8 @@ def test_torchs_cuda_lists_are_covered_row_by_row() -> None:
     kernels = torchs_own_list()
     assert len(kernels) > 90
     casts = {row.name: row.cast for row in TORCH_POLICY}
-    assert [(kernel, cast) for kernel, cast in kernels if casts.get(row_of_kernel(kernel)) is not cast] == []
+    different = [kernel for kernel, cast in kernels if casts.get(row_of_kernel(kernel)) is not cast]
+    assert different == ["addbmm", "index_put"], "a CPU adds in 16 bits there: they are float32"
 
 
 @POLICIES
@@ -88,7 +89,12 @@ def test_the_stricter_policy_only_adds_and_replaces() -> None:
 def test_in_place_float32_functions_are_refused_by_apex_policy() -> None:
     floats = {row.name for row in APEX_POLICY if row.cast is Cast.FP32}
     refused = {row.name for row in APEX_POLICY if row.cast is Cast.REFUSED}
-    assert {f"{name}_" for name in floats if hasattr(torch.Tensor, f"{name}_")} <= refused | {"sum_", "index_add_"}
+    assert {f"{name}_" for name in floats if hasattr(torch.Tensor, f"{name}_")} <= refused | {
+        "sum_",
+        "index_add_",
+        "index_put_",
+        "addbmm_",
+    }
 
 
 CATS: dict[str, Callable[..., torch.Tensor]] = {

@@ -1,6 +1,7 @@
 """Losses compute in float32 where weights are 16-bit, and gradients that torch adds in 16 bits on a CPU are right."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,65 @@ def test_every_loss_of_torch_has_the_bits_of_float32(row: str, name: str, dtype:
     assert resolve(name) is before
 
 
+WEIGHTED = [F.mse_loss, F.l1_loss, F.huber_loss]
+
+
+@pytest.mark.parametrize("loss", WEIGHTED, ids=lambda loss: loss.__name__)
+def test_losses_with_weights_over_many_rows_are_those_of_float32(loss: Callable[..., Tensor]) -> None:
+    """In float16 the sum of the weights is inf, the loss nan, and every gradient 0."""
+    name = f"torch.nn.functional.{loss.__name__}"
+    x, y, weight = (torch.rand(70_000, 2).half() for _ in range(3))
+    x.requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    expected = loss(wide, y.float(), weight=weight.float())
+    model = mpinit.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale=1.0, verbosity=0)
+    found = resolve(name)(x, y, weight=weight)
+    assert torch.equal(found, expected)
+    (gradient,), (exact,) = torch.autograd.grad(found * 1e5, x), torch.autograd.grad(expected * 1e5, wide)
+    assert (gradient.float() - exact).norm() < 1e-3 * exact.norm()
+    mpinit.undo(model)
+
+
+NO_LOSSES = {"linear_cross_entropy"}  # with a matrix product; its loss is cross_entropy's
+
+
+def test_there_is_no_other_loss_in_torch() -> None:
+    words = ("loss", "entropy", "kl_div")
+    losses = {name for name in dir(F) if any(word in name for word in words) and not name.startswith("_")}
+    wrapped = {name.rpartition(".")[2] for _, name in LOSSES} | {"ctc_loss"}
+    assert losses - wrapped - NO_LOSSES == set()
+
+
+class Distances(nn.Module):
+    """Computes a triplet loss from distances with trained weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.distance = nn.Linear(4, 8), nn.Bilinear(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        triplet = self.head(x).unflatten(0, (3, -1))
+        return F.triplet_margin_with_distance_loss(*triplet, distance_function=self.distance)
+
+
+def test_a_loss_with_a_function_of_the_users_runs_it_as_in_the_model() -> None:
+    model = Distances()
+    x, plain = torch.randn(12, 4), copy.deepcopy(model)
+    mpinit.initialize(model, opt_level="O5", verbosity=0)
+    assert model(x).item() == pytest.approx(plain(x).item(), rel=1e-2)
+
+
+def test_a_composed_loss_that_a_model_keeps_is_float32() -> None:
+    model = Classifier(F.gaussian_nll_loss)
+    mpinit.initialize(model, opt_level="O2", loss_scale=1.0, verbosity=0)
+    x, y, variance = (torch.rand(70_000, 3).half() + 0.1 for _ in range(3))
+    found = model.loss(x, y, variance * 1e-3, reduction="sum")
+    assert found.dtype is torch.float32 and found.item() > 65_504
+    pickle.loads(pickle.dumps(model))
+    mpinit.undo(model)
+    assert model.loss is F.gaussian_nll_loss
+
+
 def test_losses_of_an_o1_model_beside_it_are_as_by_itself() -> None:
     first = mpinit.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
     second = mpinit.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions="model", verbosity=0)
@@ -187,7 +247,21 @@ def _unfolded(x: Tensor) -> Tensor:
     return image.grad.max()
 
 
+def _segments(x: Tensor) -> Tensor:
+    return torch.segment_reduce(x, "sum", lengths=torch.tensor([len(x)]))
+
+
 SUMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "index_put": (
+        lambda x: x.new_zeros(2).index_put((torch.zeros(len(x), dtype=torch.long),), x, accumulate=True),
+        4096.0,
+    ),
+    "segment_reduce": (_segments, 4096.0),
+    "addbmm": (lambda x: torch.addbmm(x.new_zeros(1, 1), x[:, None, None], x[:, None, None]), 4096.0),
+    "addbmm of float32": (
+        lambda x: x.new_zeros(1, 1).float().addbmm(x[:, None, None].float(), x[:, None, None].float()),
+        4096.0,
+    ),
     "index_add": (lambda x: torch.zeros_like(x).index_add(0, torch.zeros(len(x), dtype=torch.long), x), 4096.0),
     "fold": (lambda x: F.fold(x[0].expand(1, 576, 576), 47, 24).max(), 576.0),
     "gradient of unfold": (_unfolded, 576.0),

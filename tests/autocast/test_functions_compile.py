@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cast_samples import ROWS, Make, sample
+from cast_samples import KEYWORDS, ROWS, Make, sample
 from casts import BF16, FP32, HALF, o1_plan
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -21,8 +21,12 @@ from mpinit.autocast.thread_flags import disable_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
 
-# A graph draws its own random numbers; torch's own RNNs are refused by dynamo unless allow_rnn is set.
-NOT_HERE = {"torch.nn.functional.gumbel_softmax", "torch.lstm", "torch.gru", "torch.rnn_tanh", "torch.rnn_relu"}
+# A graph draws its own random numbers; torch's own RNNs are refused by dynamo unless allow_rnn is set, and
+# gaussian_nll_loss, which reads whether a variance is negative, in one graph.
+NOT_HERE = {
+    *("torch.nn.functional.gumbel_softmax", "torch.lstm", "torch.gru", "torch.rnn_tanh", "torch.rnn_relu"),
+    "torch.nn.functional.gaussian_nll_loss",
+}
 # torch 2.13 compiles it to other values without mpinit too, in float32: only its dtype is compared.
 MISCOMPILED = {"torch.nn.functional.multilabel_margin_loss"}
 
@@ -48,8 +52,10 @@ def names_of(cast: Cast) -> list[tuple[CastRow, str]]:
 
 def calling(names: list[str]) -> Callable[[list[tuple[Any, ...]]], list[Any]]:
     """A function whose source calls every name in turn, as a user's would."""
-    calls = "\n".join(f"    out.append({name}(*args[{index}]))" for index, name in enumerate(names))
-    scope: dict[str, Any] = {"torch": torch}
+    calls = "\n".join(
+        f"    out.append({name}(*args[{index}], **keywords.get('{name}', {{}})))" for index, name in enumerate(names)
+    )
+    scope: dict[str, Any] = {"torch": torch, "keywords": KEYWORDS}
     exec(f"def call(args):\n    out = []\n{calls}\n    return out", scope)
     return scope["call"]  # type: ignore[no-any-return]
 

@@ -174,7 +174,9 @@ SAMPLES: dict[str, Sample] = {
     "soft_margin_loss": lambda make: (make(2), _indices(make, 1, -1).to(make(2).dtype)),
     "cosine_embedding_loss": lambda make: (make(2, 3), make(2, 3), _indices(make, 1, -1)),
     "margin_ranking_loss": lambda make: (make(2), make(2), _indices(make, 1, -1)),
-    "triplet_margin_loss": _triplet,
+    **dict.fromkeys(["triplet_margin_loss", "triplet_margin_with_distance_loss", "gaussian_nll_loss"], _triplet),
+    "multilabel_soft_margin_loss": _binary,
+    "segment_reduce": lambda make: (make(3), "sum"),
     "addcdiv": _triplet,
     "addcmul": _triplet,
     "atan2": _binary,
@@ -218,6 +220,10 @@ SAMPLES: dict[str, Sample] = {
     **dict.fromkeys(["cumsum_", "cumprod_"], _along),
     "renorm_": lambda make: (make(2, 3), 2, 0, 1.0),
 }
+
+
+# What a function takes by keyword alone, beside its sample.
+KEYWORDS: dict[str, dict[str, Any]] = {"torch.segment_reduce": {"lengths": torch.tensor([3])}}
 
 
 def sample(row: str, name: str) -> Sample:
