@@ -40,6 +40,12 @@ _FEW: Final = 1024
 # The smallest number of float16 above 0.
 _SMALLEST: Final = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 _EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
+# Modules that add to a state step by step -> the keyword with which the state is float32. A cell's caller holds the
+# state, and keep_fp32 would give it back in 16 bits.
+_STATES: Final = {
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), "keep_fp32"),
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell), "compute_fp32"),
+}
 
 
 def check_values(
@@ -180,6 +186,23 @@ def warn_about_small_eps(index: ModelIndex, float32_modules: Container[nn.Module
         warn_user(
             f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. "
             f"Pass keep_fp32=[{', '.join(map(repr, found))}], with the entries that you have, or set a larger eps"
+        )
+
+
+def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module]) -> None:
+    """Warn once of recurrent modules, which add to their state in bfloat16."""
+    entries: dict[str, list[str]] = {}
+    for kind, keyword in _STATES.items():
+        if any(isinstance(module, kind) and module not in float32_modules for module in index.names):
+            entries.setdefault(keyword, []).append(f"torch.nn.{kind.__name__}")
+    if entries:
+        kinds = ", ".join(name for names in entries.values() for name in names)
+        keywords = " and ".join(f"{keyword}=[{', '.join(names)}]" for keyword, names in entries.items())
+        more = ", whose output is float32: cast it where 16-bit layers use it" if "compute_fp32" in entries else ""
+        warn_user(
+            f"the state of {kinds} is bfloat16, in which a sum of ones stops at 256 and a change of a number by less "
+            "than 0.4 % is lost: after some hundred steps it may be wrong by tens of percent. To have it in float32, "
+            f"add {keywords}, with the entries that you have{more}"
         )
 
 

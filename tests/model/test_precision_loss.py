@@ -267,3 +267,90 @@ def test_a_discriminator_is_no_target_network() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 1)
     # A warning is an error.
     mpinit.initialize([first, second], torch.optim.SGD(first.parameters(), lr=0.1), "O5")
+
+
+# -- states of recurrent networks --------------------------------------------------------------------------------------
+
+
+def slow(network: nn.Module) -> nn.Module:
+    """Make a network whose state moves a little in each step: an LSTM that counts, a GRU that hardly forgets."""
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            size = weight.shape[0] // 4 if isinstance(network, (nn.LSTM, nn.LSTMCell)) else 16
+            if isinstance(network, (nn.RNN, nn.RNNCell)):
+                weight.copy_(torch.eye(16) if "weight_hh" in name else torch.full_like(weight, 0.25 * ("ih" in name)))
+                weight.mul_("weight" in name)
+            elif "weight" in name:
+                weight.mul_(0.1)
+            elif "bias_ih" in name:
+                weight[:size] = 8.0 if size * 4 == len(weight) else 0.0
+                weight[size : 2 * size] = 20.0 if size * 4 == len(weight) else 6.0
+                weight[2 * size : 3 * size] = 1.0
+    return network
+
+
+class Reader(nn.Module):
+    """Reads a sequence and returns the last state."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.head = network, nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        state: Any = None
+        if isinstance(self.network, nn.RNNBase):
+            _, state = self.network(x)
+        else:
+            for step in x:
+                state = self.network(step, state)
+        hidden, last = state if isinstance(state, tuple) else (state, state)
+        return self.head(hidden.to(self.head.weight.dtype)), last
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "LSTM": (lambda: nn.LSTM(4, 16), {"keep_fp32": [nn.LSTM]}),
+    "GRU": (lambda: nn.GRU(4, 16), {"keep_fp32": [nn.GRU]}),
+    "RNN": (lambda: nn.RNN(4, 16, nonlinearity="relu"), {"keep_fp32": [nn.RNN]}),
+    "LSTMCell": (lambda: nn.LSTMCell(4, 16), {"compute_fp32": [nn.LSTMCell]}),
+    "GRUCell": (lambda: nn.GRUCell(4, 16), {"compute_fp32": [nn.GRUCell]}),
+    "RNNCell": (lambda: nn.RNNCell(4, 16, nonlinearity="relu"), {"compute_fp32": [nn.RNNCell]}),
+}
+
+
+def last_states(make: Callable[[], nn.Module], level: str, keywords: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the last state at a level, and in float32."""
+    torch.manual_seed(0)
+    model = Reader(slow(make()))
+    plain, x = copy.deepcopy(model), torch.ones(400, 2, 4)
+    mpinit.initialize(model, opt_level=level, verbosity=0, **keywords)
+    found = model(x)[1]
+    mpinit.undo(model)
+    return found, plain(x)[1]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_state_in_bfloat16_is_warned_of_and_its_entry_is_right(name: str) -> None:
+    make, entry = NETWORKS[name]
+    keyword = next(iter(entry))
+    with pytest.warns(UserWarning, match=rf"torch\.nn\.{name} is bfloat16.*{keyword}=\[torch\.nn\.{name}\]"):
+        found, exact = last_states(make, "O5", {})
+    assert (found - exact).norm() > 0.05 * exact.norm(), "18 % (LSTM), 8 % (GRU), 36 % (RNN)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, exact = last_states(make, "O5", entry)
+    assert (found - exact).norm() < 0.003 * exact.norm()
+
+
+@pytest.mark.parametrize(("name", "function"), [("LSTM", "lstm"), ("GRU", "gru"), ("LSTMCell", "lstm_cell")])
+def test_a_state_at_o4_is_float32_with_a_float_function(name: str, function: str) -> None:
+    make, _ = NETWORKS[name]
+    found, exact = last_states(make, "O4", {})
+    assert (found - exact).norm() > 0.05 * exact.norm()
+    mpinit.register_float_function(torch._VF, function)
+    found, exact = last_states(make, "O4", {})
+    assert (found - exact).norm() < 0.003 * exact.norm()
+
+
+def test_a_state_in_float16_is_not_warned_of() -> None:
+    found, exact = last_states(NETWORKS["LSTM"][0], "O2", {})
+    assert (found - exact).norm() < 0.03 * exact.norm()
