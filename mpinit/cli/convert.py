@@ -1,19 +1,13 @@
 """``mpinit convert``: a checkpoint of apex, torch.amp or mpinit in another's form.
 
-All three are dicts with the state dicts of a model and an optimizer. They differ in three things:
-
-- the key of the loss scale: "amp" for apex, "scaler" for torch.amp, "mpinit" for mpinit;
-- its form: torch.amp has the state of a GradScaler;
-- the step counts: apex's fused optimizers have them in their groups, torch's in each parameter's state.
+All three are dicts with the state dicts of a model and an optimizer, and a loss scale: under "amp" in apex, "scaler"
+(the state of a GradScaler) in torch.amp, and "mpinit" in mpinit. apex's fused optimizers count steps elsewhere.
 """
 
 import argparse
-import copy
-import json
 import math
 import os
 import pickle
-import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,26 +15,23 @@ from typing import Any, Final
 
 import torch
 
-from ..basics.dtypes import is_lower_precision
 from ..basics.tables import counted
 
 # The forms, and the key of the loss scale in each.
 FORMATS: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
-_GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
         "Convert a checkpoint between the forms of apex, torch.amp and mpinit. It is a dict with a model's and an "
-        "optimizer's state dict and a loss scale, saved by torch.save. The result has float32 weights, and the loss "
-        "scale under the key and in the form of the other: 'mpinit', 'amp' (apex) or 'scaler' (torch)."
+        "optimizer's state dict and a loss scale, saved by torch.save. The result has the loss scale under the key and "
+        "in the form of the other: 'mpinit', 'amp' (apex) or 'scaler' (torch); step counts of apex's fused optimizers "
+        "are where torch's optimizers have them."
     )
     parser.add_argument("source", metavar="IN", help="the file to read")
-    parser.add_argument("target", metavar="OUT", help="the file to write")
+    parser.add_argument("target", metavar="OUT", help="the file to write; there must be none")
     parser.add_argument("--to", required=True, choices=tuple(FORMATS), help="whose form it gets")
-    parser.add_argument("--loss-id", type=int, default=0, metavar="N", help="which loss's scale torch gets. Default 0")
-    parser.add_argument("--force", action="store_true", help="overwrite OUT where there is one")
     parser.add_argument(
         "--trust", action="store_true", help="unpickle anything in IN, which can run code: your own files"
     )
@@ -49,20 +40,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint, convert it, and write the result."""
     source, target = Path(arguments.source), Path(arguments.target)
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ValueError(f"{target} is the file to read; use another name")
     # lexists, because a broken symbolic link exists too.
-    if os.path.lexists(target) and not arguments.force:
-        raise ValueError(f"{target} exists already; use another name, or --force")
+    if os.path.lexists(target):
+        raise ValueError(f"{target} exists already; use another name")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name!r} in")
-    result, changes = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
-    _write(result, target)
-    if arguments.json:
-        found = {"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": changes}
-        print(json.dumps(found, indent=1))
-    else:
-        print("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
+    result, changes = converted(_read(source, arguments.trust), arguments.to)
+    with open(target, "xb") as file:
+        try:
+            torch.save(result, file)
+        except BaseException:
+            target.unlink()
+            raise
+    print("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
     return 0
 
 
@@ -71,9 +61,8 @@ def _read(source: Path, trusts: bool) -> Any:
         raise ValueError(f"there is no file {str(source)!r}")
     with open(source, "rb") as file:
         # torch.save writes a zip archive, and wrote a pickle before.
-        is_checkpoint = file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-    if not is_checkpoint:
-        raise ValueError(f"{source} is not a checkpoint: it was not written by torch.save")
+        if file.read(2) not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            raise ValueError(f"{source} is not a checkpoint: it was not written by torch.save")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how it was pickled, which is not the reader's doing
@@ -85,21 +74,7 @@ def _read(source: Path, trusts: bool) -> Any:
         raise ValueError(f"{source} is not a checkpoint that torch.save wrote: {error}") from None
 
 
-def _write(result: dict[str, Any], target: Path) -> None:
-    """Write a new file beside the target, and rename it: an old file stays complete until the new one is."""
-    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    # Mode "x" fails if the file exists, also as a link.
-    with open(unfinished, "xb") as file:
-        try:
-            torch.save(result, file)
-            file.close()
-            os.replace(unfinished, target)
-        except BaseException:
-            unfinished.unlink()
-            raise
-
-
-def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any], list[str]]:
+def converted(checkpoint: Any, to: str) -> tuple[dict[str, Any], list[str]]:
     """Convert a checkpoint to the form ``to``; the checkpoint itself is not changed.
 
     Returns:
@@ -115,20 +90,22 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         raise ValueError(f"the file has loss scales under {keys}: delete the entries that are not to be converted")
     scale = None if not found else result.pop(FORMATS[found[0]])
     for key, value in result.items():
-        result[key] = _in_float32(value, key, changes)
-    if scale is None and not changes and not any(isinstance(value, Mapping) for value in checkpoint.values()):
+        result[key] = _with_steps(value, key, changes)
+    if scale is not None:
+        result[FORMATS[to]] = _rescaled(scale, found[0], to, changes)
+        return result, changes
+    if not changes and not any(isinstance(value, Mapping) for value in checkpoint.values()):
         keys = ", ".join(map(repr, checkpoint)) or "none"
         raise ValueError(f"found no loss scale, model or optimizer in the file to convert; its keys are {keys}")
-    if scale is None:
-        keys = ", ".join(map(repr, FORMATS.values()))
-        changes.append(f"no loss scale under any of {keys}: start with a fresh one")
-    else:
-        result[FORMATS[to]] = _rescaled(scale, found[0], to, loss_id, changes)
-    return result, changes
+    keys = ", ".join(map(repr, FORMATS.values()))
+    return result, [*changes, f"no loss scale under any of {keys}: start with a fresh one"]
 
 
-def _in_float32(value: Any, place: str, changes: list[str]) -> Any:
-    """Return an entry with its 16-bit tensors widened, and with step counts where torch's optimizers have them."""
+def _with_steps(value: Any, place: str, changes: list[str]) -> Any:
+    """Return an entry in which optimizers' step counts are where torch's optimizers have them, at any depth.
+
+    apex's fused optimizers have them in their groups, and torch's in the state of each parameter.
+    """
     if isinstance(value, Mapping) and "fp32_from_fp16" in value:
         raise ValueError(
             f"{place!r} is apex's FP16_Optimizer, whose masters are the model's weights: copy the tensors of its "
@@ -136,40 +113,22 @@ def _in_float32(value: Any, place: str, changes: list[str]) -> Any:
             "model.state_dict() and its ['optimizer_state_dict']"
         )
     if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
-        return _with_steps(value, place, changes)
-    if type(value) not in (list, tuple) and not isinstance(value, dict):
-        return value
-    entries: dict[Any, Any] = dict(value.items() if isinstance(value, dict) else enumerate(value))
-    lower = [key for key, x in entries.items() if isinstance(x, torch.Tensor) and is_lower_precision(x.dtype)]
-    if lower:
-        named = f"{counted(len(lower), 'tensor was', 'tensors were')} 16-bit, the first {lower[0]!r}"
-        changes.append(f"{place}: {named}; widened to float32")
-    for key, x in entries.items():
-        entries[key] = x.detach().float() if key in lower else _in_float32(x, f"{place}[{key!r}]", changes)
-    if not isinstance(value, dict):
-        return type(value)(entries.values())
-    # Copied for its class and its _metadata, by which torch upgrades the entries of old modules.
-    result = copy.copy(value)
-    result.update(entries)
-    return result
+        state, groups = dict(value["state"]), [group for group in value["param_groups"] if "step" in group]
+        steps = {index: group["step"] for group in groups for index in group["params"] if state.get(index)}
+        lacking = [index for index in steps if "step" not in state[index]]
+        for index in lacking:
+            state[index] = {**state[index], "step": torch.tensor(float(steps[index]), device="cpu")}
+        if lacking:
+            changes.append(f"{place}: the step in the groups copied to {counted(len(lacking), 'parameter')}")
+        return {**value, "state": state}
+    if type(value) is dict:
+        return {key: _with_steps(each, f"{place}[{key!r}]", changes) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_steps(each, f"{place}[{index}]", changes) for index, each in enumerate(value))
+    return value
 
 
-def _with_steps(state: Mapping[str, Any], place: str, changes: list[str]) -> Mapping[str, Any]:
-    """Copy the step counts of apex's fused optimizers, which are in the groups, to each parameter's state."""
-    per_parameter = dict(state["state"])
-    steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
-    lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
-    if not lacking:
-        return state
-    for index in lacking:
-        count = torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu")
-        per_parameter[index] = {**per_parameter[index], "step": count}
-    receivers = counted(len(lacking), "parameter")
-    changes.append(f"{place}: the step in the groups, as apex's fused optimizers have it, copied to {receivers}")
-    return {**state, "state": per_parameter}
-
-
-def _rescaled(scale: Any, of: str, to: str, loss_id: int, changes: list[str]) -> dict[str, Any]:
+def _rescaled(scale: Any, of: str, to: str, changes: list[str]) -> dict[str, Any]:
     """Return the state of loss scalers in the form ``to``, and add a line for what is written and what is not."""
     key, states = FORMATS[of], dict[str, Any](scale) if isinstance(scale, Mapping) else {}
     if of == "torch":
@@ -186,19 +145,14 @@ def _rescaled(scale: Any, of: str, to: str, loss_id: int, changes: list[str]) ->
             raise ValueError(f"{key!r}: {name} needs 'unskipped' and a finite loss_scale above 0, not {value!r}")
     if of == to:
         return dict(scale)
-    shown = {name: f"{state['loss_scale']:g}" for name, state in states.items()}
+    scales = [f"{state['loss_scale']:g}" for state in states.values()]
     if to != "torch":
-        changes.append(f"loss scale {', '.join(shown.values())} under {FORMATS[to]!r}")
+        changes.append(f"loss scale {', '.join(scales)} under {FORMATS[to]!r}")
         # apex knows no hysteresis.
         return {n: {name: s[name] for name in ("loss_scale", "unskipped")} for n, s in states.items()}
-    chosen = f"loss_scaler{loss_id}"
-    if chosen not in states:
-        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(states)}: add --loss-id")
-    changes.append(f"loss scale {shown.pop(chosen)} under 'scaler', with torch's default growth")
-    if shown:
-        changes.append(
-            f"loss scale {', '.join(shown.values())} of {', '.join(shown)} is not in the file, because a GradScaler "
-            "has one scale: --loss-id chooses it"
-        )
-    state = states[chosen]
-    return {"scale": state["loss_scale"], **_GRAD_SCALER, "_growth_tracker": state["unskipped"]}
+    changes.append(f"loss scale {scales[0]} under 'scaler', with torch's default growth")
+    if scales[1:]:
+        changes.append(f"loss scale {', '.join(scales[1:])} is not in the file, because a GradScaler has one scale")
+    growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    first = next(iter(states.values()))
+    return {"scale": first["loss_scale"], **growth, "_growth_tracker": first["unskipped"]}
