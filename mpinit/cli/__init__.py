@@ -1,9 +1,9 @@
 """The ``mpinit`` command. A subcommand is a row in ``COMMANDS`` and a file beside this one, imported when it runs."""
 
 import argparse
-import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -22,27 +22,16 @@ COMMANDS: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. An error is one line on stderr with exit status 2, unless ``--traceback`` is passed."""
     words = list(sys.argv[1:] if argv is None else argv)
-    chosen = words[0] if words else ""
-    if chosen and not chosen.startswith("-") and chosen not in COMMANDS:
-        near = difflib.get_close_matches(chosen, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        return _fail(None, f"there is no command {chosen!r}; {hint}")
+    name = words[0] if words else ""
     # The words after a script's name are the script's own arguments.
-    end = len(words)
-    if chosen == "run":
-        end = next((index for index, word in enumerate(words) if index and not word.startswith("-")), end) + 1
-    elif chosen == "audit":
-        end = next((index for index, word in enumerate(words) if word.endswith(".py")), end) + 1
-    arguments, unknown = _parser().parse_known_args(words[:end])
+    is_script = {"run": re.compile("[^-]"), "audit": re.compile(r".*\.py$")}.get(name, re.compile(r"(?!)"))
+    end = next((index for index, word in enumerate(words) if index and is_script.match(word)), len(words)) + 1
+    parser = _parser()
+    arguments = parser.parse_args(words[:end])
     arguments.rest = words[end:]
-    name = arguments.command
-    if unknown:
-        return _fail(name, f"unrecognized arguments: {' '.join(unknown)}; see mpinit {name} --help")
-    if name is None:
-        _parser().print_help()
+    if not name:
+        parser.print_help()
         return 0
-    # `run` shows the script's own traceback.
-    shows_traceback = name == "run" or arguments.traceback
     try:
         status = int(_file_of(name).run(arguments))
         sys.stdout.flush()
@@ -51,44 +40,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader was closed, as `head` does. Python still flushes stdout at exit, so it must be writable.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        if shows_traceback:
-            raise
-        _fail(name, "interrupted")
-        return 130
     except Exception as error:
-        if shows_traceback:
+        if name == "run" or arguments.traceback:  # `run` shows the script's own traceback
             raise
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        return _fail(name, f"{type(error).__name__}: {' '.join(text.split())}")
-
-
-def _fail(name: str | None, text: str) -> int:
-    print(f"mpinit{f' {name}' if name else ''}: {text}", file=sys.stderr)
-    return 2
+        print(f"mpinit {name}: {type(error).__name__}: {' '.join(text.split())}", file=sys.stderr)
+        return 2
 
 
 def _file_of(name: str) -> Any:
-    return importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 class _OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line; ``--help`` has the usage."""
 
     def error(self, message: str) -> Any:
-        sys.exit(_fail(self.prog.removeprefix("mpinit "), f"{message}; see {self.prog} --help"))
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
+    parser = _OneLineParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
     version = f"mpinit {importlib.import_module('mpinit').__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, prog=f"mpinit {name}")
         if name != "run":
-            subparser.__class__ = _OneLineParser
-            subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
             subparser.add_argument("--traceback", action="store_true", help="show where an error comes from")
         _file_of(name).describe(subparser)
     return parser

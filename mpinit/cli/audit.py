@@ -25,6 +25,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="pkg.mod:factory, without arguments; returns a model, or model and optimizer. Or SCRIPT.py ARGUMENT ..., "
         "which runs until its optimizers' first steps; options of this command come before it",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--optimizer", metavar="NAME", help="such as adamw or pkg.mod:Name; replaces that of SPEC")
     parser.add_argument(
         "--lr", type=float, metavar="RATE", help="learning rate of --optimizer. Default: that class's default"
@@ -36,36 +37,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit the model and show the report."""
     model: nn.Module
     optimizer: Any
-    if arguments.factory.endswith(".py"):
-        options = [f"--{name}" for name in ("optimizer", "lr", "dtype") if getattr(arguments, name) is not None]
+    spec, name, rate = arguments.factory, arguments.optimizer, arguments.lr
+    if spec.endswith(".py"):
+        options = [f"--{each}" for each in ("optimizer", "lr", "dtype") if getattr(arguments, each) is not None]
         if options:
             raise ValueError(f"{', '.join(options)}: a script makes its own model and optimizer; omit it")
-        model, optimizer = run_until_first_steps(arguments.factory, arguments.rest)
+        model, optimizer = run_until_first_steps(spec, arguments.rest)
     else:
-        if arguments.lr is not None and arguments.optimizer is None:
-            raise ValueError(
-                f"--lr {arguments.lr:g} is the learning rate of --optimizer: add it, such as --optimizer adamw. An "
-                "optimizer that SPEC returns has the learning rate that SPEC sets"
-            )
-        model, optimizer = make(arguments.factory)
+        model, optimizer = make(spec)
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
-    if arguments.optimizer is not None:
+    if name is not None:
         if optimizer is not None:
-            replaced = type(optimizer).__name__
-            print(f"--optimizer {arguments.optimizer} replaces the {replaced} of {arguments.factory}", file=sys.stderr)
-        optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
+            print(f"--optimizer {name} replaces the {type(optimizer).__name__} of {spec}", file=sys.stderr)
+        known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
+        kind: Any = load(name) if ":" in name else known.get(name.lower())
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ValueError(f"{name!r} is not an optimizer of torch.optim, such as adamw; name others as pkg.mod:Name")
+        optimizer = kind(model.parameters(), **({} if rate is None else {"lr": rate}))
+    elif rate is not None:
+        raise ValueError(
+            f"--lr {rate:g} is the learning rate of --optimizer: add it, such as --optimizer adamw. An optimizer that "
+            "SPEC returns has the learning rate that SPEC sets"
+        )
     report = audit(model, optimizer)
     print(report.to_json() if arguments.json else report)
     return 0
-
-
-def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
-    """Make an optimizer of torch.optim by its name, in upper or lower case, or of the class ``pkg.mod:name``."""
-    known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
-    kind = load(name) if ":" in name else known.get(name.lower())
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ValueError(f"{name!r} is not an optimizer of torch.optim, such as adamw; name others as pkg.mod:Name")
-    make_it: Any = kind
-    optimizer: torch.optim.Optimizer = make_it(model.parameters(), **({} if rate is None else {"lr": rate}))
-    return optimizer

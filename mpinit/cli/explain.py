@@ -10,15 +10,10 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import dtype_name
-from ..basics.trees import tensors_in
 from ..config.properties import OPT_LEVELS
 from ..inspect.explain import explain
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
-_INPUT_HINT: Final = (
-    "add --input once for each input, without the batch, such as --input 3x224x224, or --input 24:int64:50 for token "
-    "numbers below 50"
-)
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +23,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "why, and what is cast."
     )
     parser.add_argument("factory", metavar="pkg.mod:factory", help="a function without arguments that returns a model")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--input",
         action="append",
@@ -37,9 +33,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "below 1,000; repeat it for each input. Numbers are random",
     )
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="size of the batch; 0 for none. Default 2")
-    parser.add_argument(
-        "--loss", metavar="pkg.mod:fn", help='function of the output that returns the loss; "mean" for its mean square'
-    )
+    parser.add_argument("--loss", metavar="pkg.mod:fn", help="a function of the output that returns the loss")
     parser.add_argument("--device", default="cpu", help="such as cuda. Default cpu")
     parser.add_argument(
         "--opt-level", default="O1", metavar="LEVEL", help=f"any of {', '.join(OPT_LEVELS)}. Default O1"
@@ -51,23 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     model = make(arguments.factory)[0].to(arguments.device)
     chance = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
-    loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
+    loss = None if arguments.loss is None else load(arguments.loss)
     try:
         report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
     except (RuntimeError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{dtype_name(x.dtype)} {'x'.join(map(str, x.shape))}" for x in inputs)
-        error.add_note(f"the model ran on {shapes or 'no input'}: {_INPUT_HINT}")
+        error.add_note(
+            f"the model ran on {shapes or 'no input'}: add --input once for each input, without the batch, such as "
+            "--input 3x224x224, or --input 24:int64:50 for token numbers below 50"
+        )
         raise
     print(report.to_json() if arguments.json else report)
     return 0
-
-
-def mean_square(output: Any) -> torch.Tensor:
-    """Compute the mean square of the first floating tensor in an output."""
-    found = next((x for x in tensors_in(output) if x.is_floating_point()), None)
-    if found is None:
-        raise ValueError(f"the model returned no floating tensor in {type(output).__name__}: pass --loss a function")
-    return found.float().square().mean()
 
 
 def load(name: str) -> Any:
@@ -91,11 +80,7 @@ def load(name: str) -> Any:
 
 
 def make(name: str) -> tuple[nn.Module, Any]:
-    """Call a factory with a fixed seed.
-
-    Returns:
-        The model, and its optimizer or None.
-    """
+    """Call a factory with a fixed seed; return the model, and its optimizer or None."""
     factory = load(name)
     if not callable(factory):
         raise ValueError(f"{name} is an object of {type(factory).__name__}, not a function that returns a model")

@@ -37,30 +37,28 @@ def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Modul
         raise ValueError(f"there is no file {path!r}; use a script's path, or pkg.mod:factory")
     # In the order of their first call: a model comes before its parts.
     called: dict[nn.Module, None] = {}
-    stepping: list[Optimizer] = []
-
-    def called_first(module: nn.Module, _: Any) -> None:
-        called.setdefault(module)
+    stepping: dict[Optimizer, None] = {}
 
     def stops(optimizer: Optimizer, *_: Any) -> None:
-        is_second = any(each is optimizer for each in stepping)
-        if not is_second:
-            stepping.append(optimizer)
-        if is_second or _trained(called) <= _stepped(stepping):
+        is_second = optimizer in stepping
+        stepping.setdefault(optimizer)
+        trained = {p for module in called for p in module.parameters() if p.requires_grad}
+        if is_second or trained <= _stepped(stepping):
             raise _FirstStepsError
 
-    hooks = [register_module_forward_pre_hook(called_first), register_optimizer_step_pre_hook(stops)]
+    hooks = [
+        register_module_forward_pre_hook(lambda module, _: called.setdefault(module)),
+        register_optimizer_step_pre_hook(stops),
+    ]
     before = sys.argv[:], sys.path[:]
     sys.argv[:] = [path, *arguments]
     sys.path[:1] = [str(Path(path).resolve().parent)]
     try:
-        with (
-            contextlib.redirect_stdout(sys.stderr),
-            contextlib.suppress(_FirstStepsError),
-            # Dynamo cannot trace the hook, and one iteration needs no compilation.
-            torch.compiler.set_stance("force_eager"),
-        ):
+        # Dynamo cannot trace the hook, and one iteration needs no compilation.
+        with contextlib.redirect_stdout(sys.stderr), torch.compiler.set_stance("force_eager"):
             runpy.run_path(path, run_name="__main__")
+    except _FirstStepsError:
+        pass
     except SystemExit as ended:
         if ended.code:
             raise ValueError(f"{path} ended with {ended.code!r} before a step of an optimizer") from None
@@ -70,14 +68,10 @@ def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Modul
         sys.argv[:], sys.path[:] = before
     if not stepping:
         raise ValueError(f"{path} ended without a step of a torch.optim.Optimizer: there is nothing to audit")
-    return _model_of(stepping, list(called), path), stepping
+    return _model_of(list(stepping), list(called), path), list(stepping)
 
 
-def _trained(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
-    return {p for module in modules for p in module.parameters() if p.requires_grad}
-
-
-def _stepped(optimizers: Sequence[Optimizer]) -> set[torch.Tensor]:
+def _stepped(optimizers: Iterable[Optimizer]) -> set[torch.Tensor]:
     return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -87,10 +81,7 @@ def _model_of(optimizers: Sequence[Optimizer], called: Sequence[nn.Module], path
     Of several modules with the most of the parameters it is the first that was called.
     """
     missing, found = _stepped(optimizers), dict[str, nn.Module]()
-    while missing:
-        counts = [len(missing.intersection(module.parameters())) for module in called]
-        if not any(counts):
-            break
+    while any(counts := [len(missing.intersection(module.parameters())) for module in called]):
         *_, module = iter_unwrapped(called[counts.index(max(counts))])
         missing -= set(module.parameters())
         name = type(module).__name__
