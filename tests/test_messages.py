@@ -159,8 +159,6 @@ KEYWORDS: dict[str, tuple[dict[str, Any], type[BaseException], str, str]] = {
     "init_loss_scale": ({"init_loss_scale": 2.0}, ValueError, "init_loss_scale", "DynamicLossScale"),
     "max_consecutive_skips": ({"max_consecutive_skips": 3}, ValueError, "max_consecutive_skips", "DynamicLossScale"),
     "reduce_dtype": ({"reduce_dtype": "float32"}, ValueError, "reduce_dtype", "float32_allreduce_hook"),
-    "cast_scope": ({"cast_scope": "model"}, ValueError, "cast_scope", "patch_torch_functions"),
-    "split_bucket_bytes": ({"split_bucket_bytes": 1}, ValueError, "split_bucket_bytes", "constant"),
     "dtype": ({"dtype": BF16}, ValueError, "cast_model_type", "O5"),
     "half_dtype": ({"half_dtype": BF16}, ValueError, "cast_model_type", "O5"),
     "level o2": ({"opt_level": "o2"}, ValueError, "o2", "'O2'"),

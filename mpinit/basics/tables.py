@@ -1,5 +1,6 @@
 """Tables and numbers as plain text."""
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -21,6 +22,12 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Format a count with its noun."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return what to append to a message about an unknown name: the nearest known one, or all."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(known)}"
 
 
 def bytes_text(count: float) -> str:

@@ -1,6 +1,5 @@
 """The table of properties: what a level, a configuration or a keyword sets, checked as a whole, and the levels."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, MethodType
@@ -21,7 +20,7 @@ from pydantic import (
 )
 
 from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
-from .loss_scale import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale, LossScale, check_scale
+from .loss_scale import DynamicLossScale, LossScale, check_scale
 
 # Types for the signature of initialize, too.
 KeptModules = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
@@ -43,19 +42,16 @@ def _loss_scale(value: Any) -> Any:
         try:
             return DynamicLossScale(**value)
         except TypeError as error:
-            raise ValueError(f"{error}; a table of loss_scale has the arguments of mpinit.DynamicLossScale") from None
+            raise ValueError(str(error)) from None
     if isinstance(value, DynamicLossScale) or (isinstance(value, str) and value == "dynamic"):
         return value
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        return check_scale(value if isinstance(value, bool) else float(value))
     except (TypeError, ValueError):
-        number = math.nan
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f'{value!r} is not a loss scale; use "dynamic", a number between 2**-126 and 2**126 such as 128.0, or an '
             "object mpinit.DynamicLossScale(...)"
-        )
-    return number
+        ) from None
 
 
 def _entries(value: Any) -> tuple[Any, ...]:

@@ -1,6 +1,5 @@
 """Resolution of a level, a configuration and keywords into one set of properties; later ones override earlier ones."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,43 +7,25 @@ from typing import Any, Final
 
 import torch
 
+from ..basics.tables import nearest
+from .loss_scale import RULE_NAMES
 from .properties import OPT_LEVELS, Properties, build, is_nothing
 
 Config = str | Path | Mapping[str, Any] | None
 
 PROPERTIES: Final = tuple(Properties.model_fields)
 # The arguments of initialize that no level and no configuration sets.
-NO_PROPERTIES: Final = (
-    "models",
-    "optimizers",
-    "opt_level",
-    "enabled",
-    "await_optimizers",
-    "process_group",
-    "config",
-)
-
-# Names that a user may have met in older code, and what replaced each.
-_MOVED: Final = {
-    **{
-        name: f"it is {field} of loss_scale=mpinit.DynamicLossScale({field}=...)"
-        for name, field in (
-            ("init_loss_scale", "init"),
-            ("growth_factor", "growth_factor"),
-            ("backoff_factor", "backoff_factor"),
-            ("growth_interval", "growth_interval"),
-            ("hysteresis", "hysteresis"),
-            ("max_consecutive_skips", "max_consecutive_skips"),
-        )
-    },
-    "cast_policy": "apex's casts are those of mpinit.install_as_apex()",
-    "cast_scope": 'use patch_torch_functions="model" for casts inside the model\'s forward only',
-    "allow_banned": "use the function that the message about a banned one names, or mpinit.disable_casts()",
+NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", "enabled", "await_optimizers", "process_group", "config")
+# Names of other libraries, and what to use in their place.
+_ELSEWHERE: Final = {
+    **{name: f"use loss_scale=mpinit.DynamicLossScale({field}=...)" for name, field in RULE_NAMES.items()},
+    **dict.fromkeys(
+        ("dtype", "half_dtype", "torch_dtype", "mixed_precision", "precision", "amp_dtype"),
+        "the level sets the dtype (O2: float16, O5: bfloat16), or cast_model_type",
+    ),
     "reduce_dtype": "use ddp.register_comm_hook(None, mpinit.float32_allreduce_hook)",
-    "split_bucket_bytes": "it is a constant",
+    "allow_banned": "use the function that the message about a banned one names, or mpinit.disable_casts()",
 }
-# Other libraries' words for the dtype of the weights.
-_DTYPES: Final = ("dtype", "half_dtype", "torch_dtype", "mixed_precision", "precision", "amp_dtype")
 
 
 class DefaultLevel(str):
@@ -70,7 +51,7 @@ def check_level(opt_level: Any) -> str:
 
 
 def check_names(names: Iterable[Any], where: str, also: tuple[str, ...] = ()) -> None:
-    """Refuse the first name that is neither a property nor one of ``also``; name what replaced it, or the nearest.
+    """Refuse the first name that is neither a property nor one of ``also``; name what to use, or the nearest.
 
     Args:
         names: the names that were passed.
@@ -78,15 +59,8 @@ def check_names(names: Iterable[Any], where: str, also: tuple[str, ...] = ()) ->
         also: further names that are allowed.
     """
     for name in names:
-        if name in _MOVED:
-            raise ValueError(f"{where} {name!r} any more: {_MOVED[name]}")
         if name not in PROPERTIES and name not in also:
-            if name in _DTYPES:
-                raise ValueError(
-                    f"{where} {name!r}: the level sets the dtype (O2: float16, O5: bfloat16), or cast_model_type"
-                )
-            near = difflib.get_close_matches(str(name), (*also, *PROPERTIES), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join((*also, *PROPERTIES))}"
+            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(str(name), (*also, *PROPERTIES))
             raise ValueError(f"{where} {name!r}{hint}")
 
 
@@ -116,12 +90,8 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         reason = f"config file cannot be read: {error.strerror}; use a TOML file's path or a mapping"
         raise OSError(error.errno, reason, str(path)) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text ({error}); save it as UTF-8") from None
-    except RecursionError:
-        raise ValueError(f"{name} is nested too deeply; properties are plain values and lists of names") from None
-    except ValueError as error:  # TOMLDecodeError is one, and so is what a path with a null byte raises
-        hint = 'strings are in quotes, booleans are true and false, and "None" is a string'
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a path with a null byte; nested too deeply
+        hint = 'save it as UTF-8; strings are in quotes, booleans are true and false, and "None" is a string'
         raise ValueError(f"{name} is not TOML: {error}; {hint}") from None
 
 

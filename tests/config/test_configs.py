@@ -83,11 +83,11 @@ def refused(config: Any, kind: type[BaseException] = ValueError, **keywords: Any
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("loss_scale = 2 # é".encode("latin-1"), "is not UTF-8 text"),
-        ("loss_scale = 2".encode("utf-16"), "is not UTF-8 text"),
-        (b"keep_fp32 = " + b"[" * 100_000, "is nested too deeply"),
+        ("loss_scale = 2 # é".encode("latin-1"), "save it as UTF-8"),
+        ("loss_scale = 2".encode("utf-16"), "save it as UTF-8"),
+        (b"keep_fp32 = " + b"[" * 100_000, "is not TOML"),
         (b"loss_scale = ", "is not TOML"),
-        (b"# mine\nopt_level = O2 # fast", "line 2, column 13); strings are in quotes"),
+        (b"# mine\nopt_level = O2 # fast", "line 2, column 13); save it as UTF-8; strings are in quotes"),
         (b'opt_level = "O9"', "opt_level='O9' is not a level"),
         (b'opt_level = "O2"\nmin_loss_scale = 0', "min_loss_scale: value=0.0 is not a number between 2**-126"),
         (b'opt_level = "O2"\nloss_scale = "big"', "loss_scale: 'big' is not a loss scale"),
