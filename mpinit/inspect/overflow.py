@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.dtypes import is_lower_precision
+from ..basics.tables import counted
 from ..optimizer.overflow_log import OverflowReport
 from .faults import Fault, Origins, worst
 from .numbers import TensorStats, floating_tensors, is_finite, stats_of
@@ -164,8 +165,19 @@ class OverflowWatch:
             return "no operation ran inside the block"
         return (
             f"no overflow in this batch: {self._operations} operations ran, and no inf or nan reached a result of the "
-            "model, the loss or a gradient"
+            f"model, the loss or a gradient{self._lowered_scales()}"
         )
+
+    def _lowered_scales(self) -> str:
+        """Say whether skipped steps have lowered the loss scale, so that what overflowed then does not overflow now."""
+        texts = []
+        for session in registry.all_sharing(self._model):
+            skipped = sum(session.view.counts(optimizer)[1] for optimizer in session.optimizers)
+            if skipped and any(scaler.is_dynamic for scaler in session.scalers):
+                scales = ", ".join(f"{scaler.loss_scale():g}" for scaler in session.scalers)
+                steps = counted(skipped, "skipped step has", "skipped steps have")
+                texts.append(f". {steps} lowered the loss scale, now {scales}: at a larger one it may overflow again")
+        return "".join(texts)
 
     def _found(self, fault: Fault, tensor: torch.Tensor, earlier: frozenset[int] = frozenset()) -> None:
         """Record a fault, and that a tensor contains its inf or nan."""

@@ -10,6 +10,7 @@ import torch
 from snippets import ROOT
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import mpinit
 
@@ -42,6 +43,16 @@ def average(inside: bool) -> None:
     with mpinit.float32_weights(model):
         for mean, weight in zip(means, model.parameters(), strict=True):
             mean.lerp_(weight, 0.5)
+
+
+def average_by_torch(inside: bool) -> None:
+    model, _ = pair()
+    mean = AveragedModel(model)
+    mean.update_parameters(model)
+    if not inside:
+        mean.update_parameters(model)
+    with mpinit.float32_weights(model):
+        mean.update_parameters(model)
 
 
 def use_weight_outside(inside: bool) -> None:
@@ -87,6 +98,7 @@ def unscale_float16(inside: bool) -> None:
 
 PROVOKED: dict[str, Callable[[bool], None]] = {
     "expected dtype float for": average,
+    "Tensors of the same index": average_by_torch,
     "expected m1 and m2": use_weight_outside,
     "linear(): argument": call_with_array,
     "Expected tensor for argument": embed_floats,

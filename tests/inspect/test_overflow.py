@@ -215,6 +215,18 @@ def test_infinite_intermediate_of_a_backward_formula_is_no_fault(harmless: Any, 
     assert watch.first is None and str(watch).startswith("no overflow in this batch: ")
 
 
+def test_a_batch_without_overflow_tells_of_a_scale_that_went_down() -> None:
+    model, optimizer = started(loss_scale="dynamic")
+    iterate(mse(model, BATCH), optimizer)
+    with mpinit.watch_overflow(model) as watch:
+        model(BATCH[0])
+    assert "loss scale" not in str(watch)
+    iterate(poison(mse(model, BATCH), model[0].weight), optimizer)
+    with mpinit.watch_overflow(model) as watch:
+        model(BATCH[0])
+    assert "1 skipped step has lowered the loss scale, now 32768: at a larger one it may overflow again" in str(watch)
+
+
 def test_culprit_is_named_and_not_an_earlier_harmless_infinity() -> None:
     """Check that the squares are named, not the mask, which becomes -inf in float16 and does no harm."""
     torch.manual_seed(0)
