@@ -1,6 +1,5 @@
 """Reads and writes of attributes of many tensors, in loops of C instead of Python, because every step does them."""
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
@@ -32,37 +31,29 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
 
 
-class Entries:
-    """A record of the keys and values of dicts, each an attribute of some object, at the time it is made.
+class Tables:
+    """A record of dicts of modules, such as ``_parameters``, with their keys and values.
 
-    It refers to the objects weakly.
+    It does not refer to the modules.
     """
 
-    def __init__(self, owners: list[Any], name: str) -> None:
-        self._references = list(map(weakref.ref, owners))
-        self._name, self._attribute = name, attrgetter(name)
-        self._dicts = list(map(self._attribute, owners))
-        self._entries = self._present()
+    def __init__(self, modules: Sequence[Any], *names: str) -> None:
+        self._attributes = list(map(attrgetter, names))
+        self._tables = self._of(modules)
+        self._entries = _entries(self._tables)
 
-    def _present(self) -> list[Any]:
-        return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
+    def are_as_seen(self, modules: Sequence[Any]) -> bool:
+        """Return whether these modules still have the same dicts, with the same keys and values in the same order."""
+        tables = self._of(modules)
+        return are_same(tables, self._tables) and are_same(_entries(tables), self._entries)
 
-    def are_as_seen(self, owners: list[Any] | None = None) -> bool:
-        """Return whether the objects still have the same dicts, with the same keys and values in the same order.
-
-        Args:
-            owners: the objects, if the caller has them.
-        """
-        owners = _alive(self._references) if owners is None else owners
-        if owners is None:
-            return False
-        return are_same(list(map(self._attribute, owners)), self._dicts) and are_same(self._present(), self._entries)
+    def _of(self, modules: Sequence[Any]) -> list[dict[str, Any]]:
+        return [table for attribute in self._attributes for table in map(attribute, modules)]
 
 
-def _alive(references: list[weakref.ref[Any]]) -> list[Any] | None:
-    """Return the objects of weak references; None if one of them was freed."""
-    found = [reference() for reference in references]
-    return found if all(map(is_not, found, repeat(None))) else None
+def _entries(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    filled = list(filter(None, tables))
+    return [*chain(*filled), *chain(*map(dict.values, filled))]
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

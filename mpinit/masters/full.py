@@ -1,7 +1,9 @@
 """Full masters: for each 16-bit weight a float32 tensor of its own, 4 bytes per parameter."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
@@ -15,6 +17,9 @@ from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, version
 from .law import is_rounding, meaning
 from .masters import Master, MasterBatch, Masters
 
+_SEEN: Final = attrgetter("seen")
+_GIVEN: Final = attrgetter("given")
+_PARAMETER: Final = attrgetter("parameter")
 _BOTH: Final = (
     "the weight {!r} and its float32 master were both written to, differently, since the last step: write to one of "
     "the two"
@@ -88,7 +93,7 @@ class FullMaster(Master):
 
     Attributes:
         seen: the version of the weight when it was last the master's rounding.
-        given: the version of the master at that time; None while no user can have it.
+        given: the version of the master at that time; it counts from when users may have the master.
         is_compared: whether the two were compared by value since the master was made.
         handed_out: the master as users have it; None until :meth:`FullMasters.hand_out`.
     """
@@ -98,7 +103,7 @@ class FullMaster(Master):
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         super().__init__(weight, parameter)
         self.seen = 0
-        self.given: int | None = None
+        self.given = 0
         self.is_compared = False
         self.handed_out: MasterParameter | None = None
 
@@ -115,8 +120,8 @@ class FullMasters(Masters):
 
     def __init__(self, names: Names | None = None, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__(names, grad_dtype)
-        # The masters that users have.
-        self._handed_out: list[FullMaster] = []
+        # The masters that users may have.
+        self._handed_out: dict[int, FullMaster] = {}
 
     def _make(self, weight: nn.Parameter) -> FullMaster:
         # Not detach(), whose result would share the weight's version counter.
@@ -125,7 +130,7 @@ class FullMasters(Masters):
         return FullMaster(weight, nn.Parameter(wide, weight.requires_grad))
 
     def _discard(self, master: Master) -> None:
-        self._handed_out = [each for each in self._handed_out if each is not master]
+        self._handed_out.pop(id(master), None)
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(dtype))
@@ -182,11 +187,14 @@ class FullMasters(Masters):
             RuntimeError: a weight and its master were both written to, and differ.
         """
         self.check_data()
-        moved = [
-            master
-            for master, weight, parameter in zip(masters, *_versions(masters), strict=True)
-            if master.seen != weight or (master.given is not None and master.given != parameter)
-        ]
+        weights, parameters = _versions(masters)
+        moved: list[FullMaster] = []
+        if list(map(_SEEN, masters)) != weights or (self._handed_out and list(map(_GIVEN, masters)) != parameters):
+            moved = [
+                master
+                for master, weight, parameter in zip(masters, weights, parameters, strict=True)
+                if master.seen != weight or (id(master) in self._handed_out and master.given != parameter)
+            ]
         new = [master for master in masters if not master.is_compared] if compares else []
         for master in {id(each): each for each in (*moved, *new)}.values():
             if not self.is_cast(master) or master.weight.is_meta:
@@ -205,20 +213,19 @@ class FullMasters(Masters):
 
     def _round_written(self) -> None:
         if self._handed_out:
-            parameters = versions_of([master.parameter for master in self._handed_out])
-            pairs = zip(self._handed_out, parameters, strict=True)
-            written = [master for master, version in pairs if master.given != version]
-            if written:
-                self.follow(written)
+            masters = list(self._handed_out.values())
+            parameters = versions_of(map(_PARAMETER, masters))
+            if list(map(_GIVEN, masters)) != parameters:
+                pairs = zip(masters, parameters, strict=True)
+                self.follow([master for master, version in pairs if master.given != version])
 
     def _check_one_was_written(self, master: FullMaster, both: bool) -> None:
         if both and not bool(is_rounding(local(master.weight), local(master.parameter)).all()):
             raise RuntimeError(_BOTH.format(self.names.of(master.weight)))
 
-    @staticmethod
-    def _moved(master: FullMaster) -> tuple[bool, bool]:
+    def _moved(self, master: FullMaster) -> tuple[bool, bool]:
         (weight,), (parameter,) = _versions([master])
-        return weight != master.seen, master.given is not None and parameter != master.given
+        return weight != master.seen, id(master) in self._handed_out and parameter != master.given
 
     @staticmethod
     def _move(master: FullMaster) -> None:
@@ -252,10 +259,10 @@ class FullMasters(Masters):
 
     def count_writes(self, masters: Sequence[FullMaster]) -> None:
         """Let writes to masters count from now on, because users may have them."""
-        for master in masters:
-            if master.given is None:
-                master.given = _versions([master])[1][0]
-                self._handed_out.append(master)
+        new = [master for master in masters if id(master) not in self._handed_out]
+        for master, version in zip(new, _versions(new)[1], strict=True):
+            master.given = version
+            self._handed_out[id(master)] = master
 
 
 @final
@@ -263,7 +270,7 @@ class _Batch(MasterBatch):
     """All full masters of an optimizer."""
 
     def __init__(self, owner: FullMasters, masters: Sequence[FullMaster]) -> None:
-        self._owner = owner
+        self._owner = weakref.proxy(owner)  # which may keep this batch
         self._masters = list(masters)
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
@@ -273,16 +280,18 @@ class _Batch(MasterBatch):
         self._seen: list[int] = []
         # What these will be after the next write(), where that is known.
         self._next: list[int] = []
+        # The versions of all masters then, where users may have some.
+        self._given: list[int] = []
 
     @without_gradients
     def read(self) -> None:
         owner = self._owner
         owner.check_data()
-        is_fast = self._are_compared and not self._are_sharded and not owner.has_handed_out
-        if is_fast and versions_of(self._weights) == self._seen:
-            # No weight was written to, and nobody has a master. write() will write to each weight once.
+        if self._are_compared and not self._are_sharded and versions_of(self._weights) == self._seen:
+            # No weight was written to. write() will write to each once.
             self._next = [version + 1 for version in self._seen]
-            return
+            if not owner.has_handed_out or versions_of(self._parameters) == self._given:
+                return
         owner.follow(self._masters, compares=True)
         self._are_compared, self._next = True, []
 
@@ -297,10 +306,13 @@ class _Batch(MasterBatch):
             torch._foreach_copy_(self._weights, self._parameters)
         # A wrong number would only let the next step compare by value.
         self._seen, self._next = self._next or versions_of(self._weights), []
-        if self._are_sharded or self._owner.has_handed_out:
+        if self._are_sharded:
             _see(self._masters)
-        else:
-            consume(map(setattr, self._masters, repeat("seen"), self._seen))
+            return
+        consume(map(setattr, self._masters, repeat("seen"), self._seen))
+        if self._owner.has_handed_out:
+            self._given = versions_of(self._parameters)
+            consume(map(setattr, self._masters, repeat("given"), self._given))
 
 
 def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
@@ -316,6 +328,4 @@ def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
 def _see(masters: Sequence[FullMaster]) -> None:
     """Record that weights are their masters' roundings now."""
     for master, weight, parameter in zip(masters, *_versions(masters), strict=True):
-        master.seen = weight
-        if master.given is not None:
-            master.given = parameter
+        master.seen, master.given = weight, parameter

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -81,6 +81,7 @@ class Masters(ABC):
             lets a gradient be 16-bit or float32.
         are_in_model: whether the model has float32 parameters at the moment, inside a ``float32_weights`` block.
         steps_in_parts: whether a step makes float32 masters of a bucket of weights at a time.
+        kept_slots: what ``float32_weights`` keeps from block to block; None after a weight got or lost its master.
     """
 
     steps_in_parts: ClassVar[bool]
@@ -89,6 +90,7 @@ class Masters(ABC):
         self.names = names or Names([])
         self.grad_dtype = grad_dtype
         self.are_in_model = False
+        self.kept_slots: Any = None
         self._of: dict[int, Master] = {}
         self._watched: set[int] = set()
         # A parameter that is made later may have the id of a freed one.
@@ -109,6 +111,7 @@ class Masters(ABC):
         if dtype not in LOWER_PRECISION:
             return None
         master = self._of[id(weight)] = self._make(weight)
+        self.kept_slots = None
         return master
 
     def cast(self, master: Master, dtype: torch.dtype) -> None:
@@ -151,6 +154,7 @@ class Masters(ABC):
             unwatch(ids)
             self._watched -= ids
             self._discard(master)
+            self.kept_slots = None
             del self._of[id(master.weight)]
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:

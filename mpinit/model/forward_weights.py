@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..basics.bulk import Entries, are_same
+from ..basics.bulk import Tables, are_same
 from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
@@ -204,7 +204,7 @@ class _Layout:
         self.casts: list[torch.Tensor] = []
         self.seen: list[int] = []
         self.generation = -1
-        self._seen = Entries(self.below, "_modules"), Entries(self.below, "_parameters")
+        self._seen = Tables(self.below, "_modules", "_parameters")
         self._first = _entries_of(modules[:1])
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
         self._dtypes = list(map(_DTYPE, self._tensors))
@@ -213,8 +213,7 @@ class _Layout:
         """Return whether no module or parameter was added, removed or replaced."""
         if not are_same(_entries_of([module]), self._first):
             return False
-        are_as_seen = all(entries.are_as_seen(self.below) for entries in self._seen)
-        return are_as_seen and list(map(_DTYPE, self._tensors)) == self._dtypes
+        return self._seen.are_as_seen(self.below) and list(map(_DTYPE, self._tensors)) == self._dtypes
 
 
 def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
