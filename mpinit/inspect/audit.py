@@ -174,7 +174,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     for each in optimizers:
         updates |= _measured(each, owners)
 
-    def row(name: str, p: Any, weight: torch.dtype, masters: Any, of_now: bool) -> AuditRow:
+    def row(name: str, p: Any, weight: torch.dtype, masters: Any, of_now: bool = False) -> AuditRow:
         update = updates.get(p, _Update())
         is_mastered = masters in _MASTERS and is_lower_precision(weight) and p.requires_grad
         master, _, gradient = _MASTERS[masters] if is_mastered else ("", 0, weight)
@@ -184,11 +184,8 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         trained = dtype_name(gradient or weight) if p.requires_grad else ""
         return AuditRow(name, local(p).numel(), dtype_name(weight), master, trained, update.rate, state, update.stuck)
 
-    def kind_of_master(p: Any) -> Any:
-        session = owners.get(p)
-        return None if session is None or session.view.master_of(p) is None else session.properties.master_weights
-
-    rows = tuple(row(name, p, p.dtype, kind_of_master(p), True) for name, p in model.named_parameters())
+    mastered = {p: each.properties.master_weights for p, each in owners.items() if each.view.master_of(p) is not None}
+    rows = tuple(row(name, p, p.dtype, mastered.get(p), of_now=True) for name, p in model.named_parameters())
     sizes, index = {"now": _bytes(rows)}, ModelIndex([model])
     loaded = {p: owners[p].view.original_dtype(p) if p in owners else p.dtype for p in model.parameters()}
     for level, (name, words) in _LEVELS.items():
@@ -198,7 +195,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         except ValueError:
             continue  # initialize would refuse it, too
         masters = properties.master_weights
-        sizes[level] = _bytes([row("", p, targets.get(p, loaded[p]), masters, False) for p in loaded])
+        sizes[level] = _bytes([row("", p, targets.get(p, loaded[p]), masters) for p in loaded])
     advice = _advice(rows, updates, bool(sessions))
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in updates]
     if updates and missing:
@@ -252,7 +249,7 @@ def _measured(optimizer: Optimizer, owners: Mapping[Any, Session]) -> dict[Any, 
     kind, found, parts = type(optimizer).__name__, dict[Any, _Update](), dict[Any, torch.Tensor]()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            states = [(value, encoded_part(value)) for _, value in _kept(optimizer.state.get(p))]
+            states = [(value, encoded_part(value)) for value in _kept(optimizer.state.get(p))]
             size = sum(local(value).nbytes if codes is None else codes.code_bytes for value, codes in states)
             has_stepped = bool(optimizer.state.get(p))
             found[p] = _Update(kind, _rate(group), size / max(1, local(p).numel()) if has_stepped else None)
@@ -287,11 +284,11 @@ def _rate(group: Mapping[str, Any]) -> float:
     return max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr"))
 
 
-def _kept(state: Any) -> list[tuple[Any, torch.Tensor]]:
-    """List the tensors of a parameter's state that have an entry per element, with their names."""
-    entries = state.items() if isinstance(state, dict) else ()
-    tensors = [(key, value) for key, value in entries if isinstance(value, torch.Tensor) and value.numel() > 1]
-    return [(key, value) for key, value in tensors if value.is_floating_point() or value.is_complex()]
+def _kept(state: Any) -> list[torch.Tensor]:
+    """List the tensors of a parameter's state that have an entry per element."""
+    entries = state.values() if isinstance(state, dict) else ()
+    tensors = [value for value in entries if isinstance(value, torch.Tensor) and value.numel() > 1]
+    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
 
 
 def _size_of(gradient: torch.Tensor) -> float:
@@ -345,7 +342,7 @@ def _run(
                 totals[p][1] += float(((_wide(part) + step).to(part.dtype) == part).double().mean()) / _COUNTED
     if not has_written:
         raise RuntimeError("the step of a copy of it does nothing")
-    kept = {p: sum(value.numel() for _, value in _kept(copied.state.get(copies[p]))) for p in sizes}
+    kept = {p: sum(value.numel() for value in _kept(copied.state.get(copies[p]))) for p in sizes}
     return {p: (size, stuck, kept[p] / max(1, copies[p].numel())) for p, (size, stuck) in totals.items()}
 
 

@@ -14,7 +14,6 @@ from ..autocast.cast_lists import TORCH_POLICY, Cast
 from ..basics.dtypes import dtype_name
 from ..basics.tables import bytes_text, counted, plain_table
 from ..basics.trees import tensors_in
-from ..session import Session
 from .copies import (
     as_initialized,
     at_level,
@@ -168,8 +167,18 @@ def explain(
         >>> model[0].weight.dtype
         torch.float32
     """
-    session = _check(model, loss, opt_level)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function from the model's output to a loss, not {type(loss).__name__}")
     model = inside_wrappers(model)
+    session = session_to_run(model, "mpinit.explain")
+    if session is not None and opt_level is not None:
+        raise ValueError(
+            f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
+            "what that session does, or call mpinit.undo on it first to see what another level would do"
+        )
+    refuse_lazy(model)
     with same_random_numbers():
         copied, (args, kwargs) = plain_copy(model, "explain the part that can be copied"), copied_inputs(args, kwargs)
         in_force: Any = nullcontext()
@@ -183,22 +192,6 @@ def explain(
                 _run(copied, args, kwargs, loss)
     level = session.opt_level if session is not None else opt_level or ""
     return PrecisionReport(type(model).__name__, level, recording.rows())
-
-
-def _check(model: Any, loss: Any, opt_level: Any) -> Session | None:
-    """Check the arguments, and return the model's session."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function from the model's output to a loss, not {type(loss).__name__}")
-    session = session_to_run(inside_wrappers(model), "mpinit.explain")
-    if session is not None and opt_level is not None:
-        raise ValueError(
-            f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
-            "what that session does, or call mpinit.undo on it first to see what another level would do"
-        )
-    refuse_lazy(model)
-    return session
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
@@ -224,7 +217,7 @@ class _Recording:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.trace = ModelTrace(model, self._operation, lambda *_: None, lambda *_: None)
+        self.trace = ModelTrace(model, self._operation)
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._weights = {
             name: _floating([*module.parameters(recurse=False), *module.buffers(recurse=False)])

@@ -251,7 +251,7 @@ def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[An
         # Cloned, because a later operation may write to it.
         results[name] = [tensor.clone() for tensor in floating_tensors(output)]
 
-    with ModelTrace(model, None, lambda *_: None, ended):
+    with ModelTrace(model, ends=ended):
         return model(*inputs, **keywords), results
 
 

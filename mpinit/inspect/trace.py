@@ -39,19 +39,19 @@ class ModelTrace:
     """A context manager that calls functions for the operations and modules of ``model``.
 
     A backward operation belongs to the module whose forward created its node. Autograd numbers its nodes in order of
-    creation, so the trace records the first node number of each module's forward. ``torch.utils.module_tracker`` has a
-    set of modules in the backward pass, which a module whose inputs need no gradient never leaves, and which does not
-    tell parallel branches apart.
+    creation (the numbers are not public), so the trace records the first node number of each module's forward.
+    ``torch.utils.module_tracker`` has a set of modules in the backward pass, which a module whose inputs need no
+    gradient never leaves, and which does not tell parallel branches apart.
 
     Args:
         model: the model.
-        operation: called for each operation.
-        begins, ends: called when a module's forward begins and ends.
+        operation: called for each operation. Default None.
+        begins, ends: called when a module's forward begins and ends. Default None.
     """
 
-    def __init__(self, model: nn.Module, operation: Any, begins: Any, ends: Any) -> None:
+    def __init__(self, model: nn.Module, operation: Any = None, begins: Any = None, ends: Any = None) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._owners: dict[torch.Tensor, str] = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self._owners: dict[Any, str] = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
         self._begins, self._ends = begins, ends
         self._is_unseen = False
         self._operation = operation
@@ -94,35 +94,35 @@ class ModelTrace:
             self._running.append(self._names[module])
             self._record_number()
             with self.unseen():
-                self._begins(self._names[module], module, inputs)
+                if self._begins is not None:
+                    self._begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:
             name = self._running.pop()
             self._record_number()
             with self.unseen():
-                self._ends(name, output)
+                if self._ends is not None:
+                    self._ends(name, output)
 
     def _is_ours(self, module: nn.Module) -> bool:
         return module in self._names and threading.get_ident() == self._thread
 
     def _record_number(self) -> None:
-        self._numbers.append(next_number())
+        self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._ran.append(self._running[-1] if self._running else OUTSIDE)
 
     def place(self) -> Place:
         """Return the place of the operation that runs now."""
-        node = running_node()
+        node: Any = torch._C._current_autograd_node()
         # Modules also run in a backward pass, when a checkpoint recomputes its forward.
         if self._running or node is None:
             return Place(FORWARD, self._running[-1] if self._running else OUTSIDE, "")
-        if node.leaf is not None:
-            return Place(BACKWARD, self._owners.get(node.leaf, OUTSIDE), node.name)
-        index = bisect_right(self._numbers, node.number) - 1
-        return Place(BACKWARD, self._ran[index] if index >= 0 else OUTSIDE, node.name)
-
-
-# Autograd numbers its nodes in the order in which a forward pass creates them. The numbers are not public.
+        name, number = type(node).__name__, node._sequence_nr()
+        if number >= _NO_NUMBER:
+            return Place(BACKWARD, self._owners.get(getattr(node, "variable", None), OUTSIDE), name)
+        index = bisect_right(self._numbers, number) - 1
+        return Place(BACKWARD, self._ran[index] if index >= 0 else OUTSIDE, name)
 
 
 class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -146,26 +146,3 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # kernel accepts that. In torch 2.11 to 2.13.
             return args[0]
         return self._around(func, args, named, lambda: func(*args, **named))
-
-
-def next_number() -> int:
-    """Return the number of the next node of the graph."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
-class Node(NamedTuple):
-    """A node of the graph: its name, its number, and the leaf whose gradient it accumulates, or None."""
-
-    name: str
-    number: int
-    leaf: torch.Tensor | None
-
-
-def running_node() -> Node | None:
-    """Return the node whose backward runs in this thread; None outside of a backward pass."""
-    node: Any = torch._C._current_autograd_node()
-    if node is None:
-        return None
-    number = node._sequence_nr()
-    return Node(type(node).__name__, number, getattr(node, "variable", None) if number >= _NO_NUMBER else None)
