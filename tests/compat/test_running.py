@@ -159,11 +159,11 @@ def test_missing_module_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "-m"]])
-def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_line_without_sense_names_the_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "usage: mpinit" in capsys.readouterr().err
+    assert "see mpinit run --help" in capsys.readouterr().err
 
 
 # Each under apex's name and under torch's.
