@@ -400,6 +400,71 @@ def test_trained_layers_beside_adapters_are_16_bit_with_masters(
     assert {p.dtype for p in mpinit.master_params(optimizer)} == {torch.float32}
 
 
+def kept_in_the_model(case: str) -> tuple[Any, str, str]:
+    """Make a model, its data's name, and a part of the names of what stays float32 in it."""
+    torch.manual_seed(0)
+    if case == "adapters":
+        import peft
+
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny_model("llama"), config), "llama", "lora_"
+    if case == "outputs of T5":
+        return tiny_model("t5"), "t5", ".wo."
+    return routed(), "llama", ".gate."
+
+
+def routed() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 64, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    config = transformers.Glm4MoeConfig(vocab_size=128, pad_token_id=0, **sizes, **heads, **experts)
+    return transformers.Glm4MoeForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("case", ["adapters", "outputs of T5", "routers"])
+def test_what_is_kept_is_float32_in_a_forward_of_model(case: str, tmp_path: Path) -> None:
+    """Parameters are all float32 with masters in the model; what the forward computes with is not."""
+    model, name, kept = kept_in_the_model(case)
+    level = "O2" if case == "outputs of T5" else "O5"
+    given = {"opt_level": level, "loss_scale": 128.0} if level == "O2" else {"opt_level": level}
+    trainer = trained(name, tmp_path, given | {"master_weights": "model"}, model=model, max_steps=2)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    inside: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda module, _, path=path: inside.update(
+                {f"{path}.{own}": weight for own, weight in module._parameters.items() if weight is not None}
+            )
+        )
+    with torch.no_grad():
+        trainer.model(**default_data_collator(samples(name, 4)))
+    narrow = torch.float16 if level == "O2" else torch.bfloat16
+    own = {path: weight for path, weight in inside.items() if kept in path}
+    assert own and {weight.dtype for weight in own.values()} == {torch.float32}
+    for path, weight in own.items():
+        assert torch.equal(weight, model.get_parameter(path)), "all of its bits"
+    assert {weight.dtype for path, weight in inside.items() if kept not in path} == {narrow}
+
+
+def test_experts_are_chosen_by_the_float32_router_of_model(tmp_path: Path) -> None:
+    trainer = trained("llama", tmp_path, {"opt_level": "O5", "master_weights": "model"}, model=routed(), max_steps=2)
+    gate = trainer.model.model.layers[1].mlp.gate
+    seen: list[torch.Tensor] = []
+    gate.register_forward_hook(lambda _, given, found: seen.extend([given[0], found[2]]))
+    with torch.no_grad():
+        trainer.model(torch.randint(1, 128, (32, 128), generator=torch.Generator().manual_seed(0)))
+    x, weight = seen[0].flatten(0, -2).float(), gate.weight.detach()
+    chosen, exact, rounded = (
+        each.sort(-1).values
+        for each in (seen[1], *((x @ each.T).topk(4).indices for each in (weight, weight.bfloat16().float())))
+    )
+    assert len(x) == 4096 and torch.equal(chosen, exact)
+    assert (rounded != exact).any(-1).sum() >= 20
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")
 @pytest.mark.parametrize("level", ["O2", "O5"])
