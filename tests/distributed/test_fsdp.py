@@ -507,6 +507,22 @@ def test_gradients_of_shards_are_reduced_in_float32(level: str) -> None:
         mpinit.undo(model)
 
 
+@ranks(4)
+def test_gradients_of_split_shards_are_reduced_as_the_policy_says() -> None:
+    """The mean of 512 and three times 1.5 is 129.125. In bfloat16 512 + 1.5 is 512, which some ranks begin with."""
+    is_new = hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn")
+    exact = (F32, 129.125) if is_new else (BF16, 129.0)
+    for dtype, expected in ((None, (BF16, 128.0)), (F32, exact)):
+        model = nn.Linear(1, 4, bias=False)
+        fully_shard(model, mesh=engines.mesh(4), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+        model(torch.tensor([[1.5 if dist.get_rank() else 512.0]])).sum().backward()
+        gradient = model.weight.grad.full_tensor()
+        assert (gradient.dtype, gradient.min().item()) == expected
+        mpinit.undo(model)
+
+
 class Routed(nn.Module):
     """A layer, and a router whose small differences bfloat16 would round away."""
 
