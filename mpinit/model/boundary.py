@@ -122,6 +122,9 @@ class Boundary:
     ) -> Any:
         """Call ``function`` inside the model: neither its arguments nor those of nested calls are cast."""
         dtype, outer = current_forward.dtype, current_forward.module
+        if module is not None and "_orig_mod" in module._modules:
+            # Dynamo fails where it reads a compiled module: it has the module inside of it already.
+            module = module._modules["_orig_mod"]
         current_forward.dtype, current_forward.module = self.inner_dtype or dtype, module
         try:
             return function(*args, **kwargs)

@@ -347,6 +347,26 @@ def test_compiles_as_one_graph() -> None:
     is_float32_outside(model)
 
 
+# torch hides it, but not where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_that_is_compiled_before_initialize_trains() -> None:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    trained = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        run = torch.compile(model, backend="eager") if compiles else model
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+        mpinit.initialize(run, optimizer, "O5", master_weights="model")
+        for _ in range(2):
+            optimizer.zero_grad()
+            run(x).square().sum().backward()
+            optimizer.step()
+        trained.append([weight.detach().clone() for weight in model.parameters()])
+    assert all(map(torch.equal, *trained))
+
+
 # torch hides the first, but not where warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("breaks", ["explicitly", "by an RNN"])
