@@ -145,6 +145,14 @@ def check(
     _check_process_group(process_group, index, plan)
     if selection.changes:
         check_memory(index, selection.targets)
+        for name, parameter in index.parameters:
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise ValueError(
+                    f"_apply_optimizer_in_backward was called for {name!r} before mpinit.initialize, and torch drops "
+                    "its hooks when a parameter's dtype changes: nothing would be trained. Call mpinit.initialize("
+                    "model, await_optimizers=True), then it, then mpinit.add_optimizers on all parameters' "
+                    "_in_backward_optimizers"
+                )
     check_optimizers(optimizers, plan)
     trained = {*map(id, trained_by(optimizers)), *(id(p) for _, p in index.parameters if awaits and p.requires_grad)}
     clamped = check_values(index, selection.targets, trained if plan.makes_masters else ())

@@ -96,6 +96,15 @@ def unscale_float16(inside: bool) -> None:
     scaler.unscale_(optimizer)
 
 
+def export_after_backward(inside: bool) -> None:
+    model, optimizer = pair()
+    with mpinit.scale_loss(model(torch.ones(3, 4)).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    if inside:
+        optimizer.zero_grad()
+    torch.export.export(model, (torch.ones(3, 4),))
+
+
 PROVOKED: dict[str, Callable[[bool], None]] = {
     "expected dtype float for": average,
     "Tensors of the same index": average_by_torch,
@@ -105,6 +114,7 @@ PROVOKED: dict[str, Callable[[bool], None]] = {
     "grad can be implicitly": scale_vector,
     "element 0 of tensors": train_frozen,
     "Attempting to unscale": unscale_float16,
+    "attempting to assign a gradient": export_after_backward,
     # tests/integrations/test_installed.py looks for this one.
     "operator torchvision::nms": lambda inside: None,
 }

@@ -1,5 +1,6 @@
 """An optimizer for each parameter, stepped by torch's hook inside of backward(): same bits, and no gradients."""
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -121,3 +122,36 @@ def test_step_in_backward_refuses_scaled_loss() -> None:
     with pytest.raises(RuntimeError, match=r"step\(\) was called inside .*scale_loss"):
         backward(model(torch.ones(1, 4)).sum(), every)
     assert mpinit.step_counts(every[0]) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # by that package's import
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_optimizers_that_torch_puts_into_backward_train(level: str) -> None:
+    """Call torch's function after ``initialize``: a change of dtype drops the hooks that it registers."""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+    def train(model: nn.Module) -> list[Tensor]:
+        before = [weight.detach().float().clone() for weight in model.parameters()]
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 8).view(2, 4)).square().sum().backward()
+        return [weight.detach().float() - old for weight, old in zip(model.parameters(), before, strict=True)]
+
+    def apply(model: nn.Module) -> list[torch.optim.Optimizer]:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        return [made for weight in model.parameters() for made in weight._in_backward_optimizers]  # type: ignore[attr-defined]
+
+    torch.manual_seed(0)
+    plain, model = nn.Linear(4, 2), nn.Linear(4, 2)
+    model.load_state_dict(plain.state_dict())
+    early = copy.deepcopy(plain)
+    apply(plain)
+    apply(early)
+    expected = train(plain)
+    if level == "O5":
+        with pytest.raises(ValueError, match=r"_apply_optimizer_in_backward.*await_optimizers.*add_optimizers"):
+            mpinit.initialize(early, opt_level=level)
+    else:
+        torch.testing.assert_close(train(mpinit.initialize(early, opt_level=level)), expected)
+    mpinit.initialize(model, opt_level=level, await_optimizers=True)
+    mpinit.add_optimizers(apply(model))
+    torch.testing.assert_close(train(model), expected, rtol=0.05, atol=0.01)
