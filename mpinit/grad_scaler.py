@@ -2,26 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Never, NoReturn
+from typing import Any, Never, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
-from .config.loss_scale import DynamicLossScale, check_scale
+from .config.loss_scale import RULE_NAMES, DynamicLossScale, check_scale
 from .distributed.sharding import is_distributed
 from .optimizer.gradients import multiply_and_check_
 from .scaling.scaler import LossScaler
 from .session import Session
-
-# Arguments of torch's constructor, under the names that they have in mpinit.DynamicLossScale.
-_OURS: Final = {
-    "init_scale": "init",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_interval": "growth_interval",
-}
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -191,10 +183,10 @@ class GradScaler(torch.amp.GradScaler):
 
 def _instead(owners: Any, arguments: Mapping[str, Any]) -> str:
     """Return the error text for the arguments of torch's own GradScaler, with the line to write in their place."""
-    unknown = [name for name in arguments if name not in (*_OURS, "device")]
+    unknown = [name for name in arguments if name not in (*RULE_NAMES, "device")]
     if unknown:
         return f"GradScaler has no argument {unknown[0]!r}; it has owners, loss_id and enabled"
-    numbers = ", ".join(f"{_OURS[name]}={value!r}" for name, value in arguments.items() if name != "device")
+    numbers = ", ".join(f"{RULE_NAMES[name]}={value!r}" for name, value in arguments.items() if name != "device")
     scale = f"loss_scale=mpinit.DynamicLossScale({numbers})" if numbers else "loss_scale='dynamic'"
     return (
         "mpinit.GradScaler belongs to an initialised optimizer: mpinit.GradScaler(optimizer). Its scale and rule are "

@@ -34,21 +34,17 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     patch_torch_functions_type: Any = None,
 ) -> Any:
-    """Initialise models and optimizers for mixed precision; apex's arguments in apex's order.
+    """Initialise models and optimizers for mixed precision, as :func:`mpinit.initialize` does.
 
     Args:
         models: a model, or a list of models.
         optimizers: an optimizer, a list of optimizers, or None. Default None.
         enabled: False: do nothing and return the arguments. Default True.
         opt_level: "O0" to "O3"; also "O4" and "O5", which are O1 and O2 in bfloat16. Default "O1".
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
-            value. Default None: the level's.
-        cast_model_outputs: dtype of the models' outputs. Default None: float32.
-        num_losses: number of losses, each with a scale of its own. Default 1.
         verbosity: 0 to 2; False is 0, and True is 1. Default 1.
-        min_loss_scale, max_loss_scale: limits of a dynamic loss scale. Default None, and 2**24.
         patch_torch_functions_type: the 16-bit dtype of functions at O1 and O4. Only ROCm's apex has it, as the argument
             before ``keep_batchnorm_fp32``: pass it by name.
+        cast_model_type and the others: as in :func:`mpinit.initialize`, in apex's order. Default None: the level's.
 
     Returns:
         The same objects as in the arguments: ``models``, or ``(models, optimizers)`` unless ``optimizers`` is None.

@@ -26,17 +26,9 @@ def scale_loss(
 ) -> AbstractContextManager[torch.Tensor]:
     """Return a context manager that yields the scaled loss, in which to run ``scaled_loss.backward()``.
 
-    Args:
-        loss: the loss, a tensor with one element.
-        optimizers: the optimizer, or a list of those whose gradients the backward pass computes. An overflow in the
-            gradients of one skips the steps of all; with ``mpinit.scale_loss`` each decides by its own gradients.
-        loss_id: the number of the loss, below ``num_losses``. Default 0.
-        model: accepted and ignored.
-        delay_unscale, delay_overflow_check: True: more backward passes follow before the step. Default False.
-
-    Raises:
-        RuntimeError: an optimizer was not initialised.
-        ValueError: there is no such ``loss_id``, or the optimizers' sessions do not share its scaler.
+    Arguments and errors are those of :func:`mpinit.scale_loss`. The optimizers may be of several sessions that share
+    the loss's scaler. An overflow in the gradients of one skips the steps of all; with ``mpinit.scale_loss`` each
+    decides by its own gradients.
     """
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     sessions: list[Any] = [_core.session_of(optimizer) for optimizer in many]
@@ -78,12 +70,7 @@ class _Handle(ABC):
 
 
 class AmpHandle(_Handle):
-    """The handle that :func:`init` returns: it scales losses, and its casts end with :meth:`_deactivate`.
-
-    Args:
-        loss_scale: "dynamic", or a number above 0.
-        enable_caching, verbose: kept for scripts that read them.
-    """
+    """The handle that :func:`init` returns: it scales losses, and its casts end with :meth:`_deactivate`."""
 
     def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
         self._loss_scale = loss_scale
@@ -136,9 +123,7 @@ class AmpHandle(_Handle):
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> "OptimWrapper":
         """Wrap an optimizer that steps for several losses.
 
-        Args:
-            optimizer: the optimizer.
-            num_loss: number of losses between two steps. Default 1.
+        ``num_loss`` is the number of losses between two steps.
         """
         self._wraps = True
         if self.is_active():
@@ -173,11 +158,6 @@ class OptimWrapper:
     """An optimizer whose losses are scaled one after the other, each with a scale of its own.
 
     ``handle.wrap_optimizer`` makes it. All attributes but these are the optimizer's.
-
-    Args:
-        optimizer: the optimizer.
-        amp_handle: the handle of ``amp.init``.
-        num_loss: number of losses between two steps.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:

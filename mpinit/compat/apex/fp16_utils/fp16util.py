@@ -31,13 +31,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """Cast a network to float16, in place; its BatchNorms stay float32.
-
-    Args:
-        network: the network, whose forward has one argument.
-
-    Returns:
-        A Sequential of a cast of the input and the network.
+    """Cast a network to float16, in place, but for its BatchNorms; return it after a cast of its one input.
 
     Example:
         >>> half = network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -70,11 +64,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network in float16, but for its BatchNorms with parameters, whose inputs are cast to float16.
-
-    Args:
-        network: the network, which is cast in place.
-    """
+    """A network in float16, cast in place but for its BatchNorms with parameters, whose inputs are cast to float16."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

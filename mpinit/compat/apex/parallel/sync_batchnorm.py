@@ -41,16 +41,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Split all processes into groups that share BatchNorm statistics, and return this process's own.
+    """Split all processes into groups of a size that share BatchNorm statistics, and return this process's own.
 
-    Args:
-        group_size: number of processes in a group, a divisor of their number; 0: all of them.
-
-    Returns:
-        The group to pass as ``process_group``, or None for all.
-
-    Raises:
-        ValueError: the number of processes is no multiple of ``group_size``.
+    It is the group to pass as ``process_group``; None for a ``group_size`` of 0, which is all processes.
     """
     if group_size == 0:
         return None
@@ -60,13 +53,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Replace every BatchNorm of a model, in place, by a SyncBatchNorm with the same parameters and statistics.
 
-    Args:
-        module: a model, or one BatchNorm.
-        process_group: the processes that share statistics; None for all.
-        channel_last: accepted; torch reads the memory format from the input.
-
-    Returns:
-        The model, or the new module if the model is a BatchNorm itself.
+    It returns the model, or the new module if the model is a BatchNorm itself.
 
     Example:
         >>> type(convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))[0]).__name__
