@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import TreeCast
 from . import cudnn_weights
 from .cast_lists import CASTS_INSIDE, Cast, CastRow
-from .thread_flags import call_without_casts, device_types
+from .thread_flags import call_without_casts, device_types, is_on
 
 Function = Callable[..., Any]
 
@@ -26,16 +26,18 @@ _IMPLICIT_PARAMETERS: Final = ("self", "cls", "ctx")
 def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...]) -> Function:
     """Wrap the function at ``name``, once for each device whose own autocast does not follow the row."""
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
-    body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
+    if row.casts_off:  # innermost: the wrapper of the next device would find its flag off
+        wrapped = _without_casts(wrapped)
     for device in devices:
-        outer = _for_device(row, name, wrapped, body, device)
-        # With casts_off, only the innermost call switches the flags off. If an outer wrapper did that, the wrapper of
-        # the next device would find its flag off and cast nothing.
-        body = _for_device(row, name, body, body, device) if row.casts_off else outer
-        wrapped = outer
-    for device in devices if row.cast is Cast.BANNED else ():
-        wrapped = _banned(row.name, wrapped, device)
-    return renamed(wrapped, original, name) if devices else wrapped
+        wrapped = _for_device(row, name, wrapped, device)
+    return renamed(wrapped, original, name)
+
+
+def _without_casts(original: Function) -> Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call_without_casts(original, *args, **kwargs) if is_on() else original(*args, **kwargs)
+
+    return function
 
 
 def _traceable_method(original: Function, name: str) -> Function:
@@ -67,37 +69,37 @@ def renamed(function: Function, original: Function, name: str) -> Function:
     return function
 
 
-def _for_device(row: CastRow, name: str, original: Function, body: Function, device: str) -> Function:
-    """Make a function that casts and calls ``body`` while the device's casts are on, and else calls ``original``."""
+def _for_device(row: CastRow, name: str, inner: Function, device: str) -> Function:
+    """Make a function that calls ``inner``, with casts of the device's tensors while the device's casts are on."""
     if device == "cuda" and row.name in cudnn_weights.NETWORKS:
-        return _recurrent(row.name, original)
+        return _recurrent(row.name, inner)
     if row.cast is Cast.LOWER_PRECISION:
-        return _lower(row.arguments if device in CASTS_INSIDE else 0, original, body, device)
+        return _lower(row.arguments if device in CASTS_INSIDE else 0, inner, device)
     if row.cast is Cast.PROMOTE:
-        return _promote(original, body, device)
+        return _promote(inner, device)
     if row.cast is Cast.REFUSED:
-        return _refused(name, original, device)
-    return _fp32(original, body, device)
+        return _refused(name, inner, device)
+    return _banned(row.name, _fp32(inner, device), device) if row.cast is Cast.BANNED else _fp32(inner, device)
 
 
-def _fp32(original: Function, body: Function, device: str) -> Function:
+def _fp32(inner: Function, device: str) -> Function:
     # Locals instead of globals, and an inlined loop, for speed: this wrapper is called between small layers.
-    is_on, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
+    is_on_device, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
 
     def fp32_function(*args: Any, **kwargs: Any) -> Any:
-        if not is_on(device):
-            return original(*args, **kwargs)
-        if kwargs and fixes_result_dtype(kwargs):
-            return call_without_casts(original, *args, **kwargs)
+        if not is_on_device(device):
+            return inner(*args, **kwargs)
+        if kwargs:
+            if fixes_result_dtype(kwargs):
+                return call_without_casts(inner, *args, **kwargs)
+            kwargs = {key: to_float(value, device) for key, value in kwargs.items()}
         cast = [
             value.float()
             if isinstance(value, tensor_type) and value.dtype in lower_types and value.device.type == device
             else value
             for value in args
         ]
-        if not kwargs:
-            return body(*cast)
-        return body(*cast, **{key: to_float(value, device) for key, value in kwargs.items()})
+        return inner(*cast, **kwargs)
 
     return fp32_function
 
@@ -128,22 +130,18 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     return value
 
 
-def _lower(leading: int, original: Function, body: Function, device: str) -> Function:
+def _lower(leading: int, inner: Function, device: str) -> Function:
     def lower_precision_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
-            return original(*args, **kwargs)
+            return inner(*args, **kwargs)
         if kwargs and fixes_result_dtype(kwargs):
-            return call_without_casts(original, *args, **kwargs)
+            return call_without_casts(inner, *args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
         if leading:
-            args = tuple(
-                value if index >= leading or type(value) is list else _cast(value, dtype, device)
-                for index, value in enumerate(args)
-            )
-        else:
-            args = tuple(_cast(value, dtype, device) for value in args)
-            kwargs = {key: _cast(value, dtype, device) for key, value in kwargs.items()}
-        return body(*args, **kwargs)
+            first = [value if type(value) is list else _cast(value, dtype, device) for value in args[:leading]]
+            return inner(*first, *args[leading:], **kwargs)
+        cast = [_cast(value, dtype, device) for value in args]
+        return inner(*cast, **{key: _cast(value, dtype, device) for key, value in kwargs.items()})
 
     return lower_precision_function
 
@@ -172,71 +170,41 @@ def _recurrent(name: str, original: Function) -> Function:
     return recurrent_function
 
 
-def collect_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
-    """Collect the castable dtypes of the device's tensors, also inside lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        dtype = value.dtype
-        if dtype not in found and dtype in _CASTABLE and value.device.type == device:
-            found.append(dtype)
-    elif type(value) in _CONTAINERS:
-        for leaf in value:
-            collect_dtypes(leaf, device, found)
+def _dtypes(values: Iterable[Any], devices: Sequence[str]) -> set[torch.dtype]:
+    """Return the castable dtypes of the devices' tensors among values, and in lists and tuples among these."""
+    leaves = [leaf for value in values for leaf in (value if type(value) in _CONTAINERS else (value,))]
+    return {
+        leaf.dtype
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in _CASTABLE and leaf.device.type in devices
+    }
 
 
-def promoted_dtype(found: list[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype that these promote to: the only one, float32 for several, None for none."""
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else torch.float32
-
-
-def _promote(original: Function, body: Function, device: str) -> Function:
+def _promote(inner: Function, device: str) -> Function:
     def promoting_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
-            return original(*args, **kwargs)
-        if kwargs and fixes_result_dtype(kwargs):
-            return call_without_casts(original, *args, **kwargs)
-        if not kwargs and _is_uniform(args, torch.get_autocast_dtype(device)):
-            return body(*args)
-        found: list[torch.dtype] = []
-        collect_dtypes((*args, *kwargs.values()), device, found)
+            return inner(*args, **kwargs)
+        found = _dtypes((*args, *kwargs.values()), (device,))
+        # torch's autocast promotes too, and raises for the 16-bit dtype that is not its own.
+        is_other = len(found) == 1 and found.isdisjoint((torch.float32, torch.get_autocast_dtype(device)))
+        if is_other or fixes_result_dtype(kwargs):
+            return call_without_casts(inner, *args, **kwargs)
         if len(found) > 1:
             args = tuple(_cast(value, torch.float32, device) for value in args)
             kwargs = {key: _cast(value, torch.float32, device) for key, value in kwargs.items()}
-        elif found and found[0] is not torch.float32 and found[0] is not torch.get_autocast_dtype(device):
-            # torch's autocast promotes too, and raises for the 16-bit dtype that is not its own.
-            return call_without_casts(body, *args, **kwargs)
-        return body(*args, **kwargs)
+        return inner(*args, **kwargs)
 
     return promoting_function
 
 
-def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
-    """Return whether all tensors among ``args`` have one dtype, ``lower`` or float32, so that none is cast."""
-    dtype: torch.dtype | None = None
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            if dtype is None:
-                dtype = value.dtype
-            elif value.dtype is not dtype:
-                return False
-        elif type(value) in _CONTAINERS:
-            return False
-    return dtype is lower or dtype is torch.float32
-
-
 def _banned(name: str, run: Function, device: str) -> Function:
     def banned_function(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(device):
-            found: list[torch.dtype] = []
-            collect_dtypes((*args, *kwargs.values()), device, found)
-            if torch.float16 in found:
-                raise NotImplementedError(
-                    f"{name} was called with float16 tensors: its gradient overflows float16 where a probability is "
-                    "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
-                    'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
-                    "mpinit.initialize"
-                )
+        if torch.is_autocast_enabled(device) and torch.float16 in _dtypes((*args, *kwargs.values()), (device,)):
+            raise NotImplementedError(
+                f"{name} was called with float16 tensors: its gradient overflows float16 where a probability is near 0 "
+                "or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the sigmoid "
+                'before it; or mpinit.register_float_function(torch, "sigmoid") before mpinit.initialize'
+            )
         return run(*args, **kwargs)
 
     return banned_function
@@ -307,8 +275,5 @@ def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
         return torch.get_autocast_dtype(on[-1])
     if cast is Cast.FP32:
         return torch.float32
-    found: list[torch.dtype] = []
-    for leaf in tree_leaves((args, kwargs)):
-        for device in on:
-            collect_dtypes(leaf, device, found)
-    return promoted_dtype(found)
+    found = _dtypes(tree_leaves((args, kwargs)), on)
+    return (found.pop() if len(found) == 1 else torch.float32) if found else None
