@@ -81,7 +81,8 @@ def _same_start() -> Iterator[None]:
     # The examples in docstrings register functions too, torch.cumsum among them.
     installation.REGISTERED[:] = registered
     thread_flags.thread_state.value.restore_after_ended_session()
-    thread_flags.set_flags(dict.fromkeys(thread_flags.device_types(), False))
+    for device in thread_flags.device_types():
+        torch.set_autocast_enabled(device, False)
 
 
 @pytest.fixture

@@ -27,13 +27,15 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
     """Wrap the function at ``name``, once for each device whose own autocast does not follow the row."""
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     if row.casts_off:  # innermost: the wrapper of the next device would find its flag off
-        wrapped = _without_casts(wrapped)
+        wrapped = without_casts(wrapped)
     for device in devices:
         wrapped = _for_device(row, name, wrapped, device)
     return renamed(wrapped, original, name)
 
 
-def _without_casts(original: Function) -> Function:
+def without_casts(original: Function) -> Function:
+    """Make a function that runs ``original`` with casts off."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         return call_without_casts(original, *args, **kwargs) if is_on() else original(*args, **kwargs)
 

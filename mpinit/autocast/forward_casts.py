@@ -11,7 +11,7 @@ from ..basics.running import current_pass
 from .thread_flags import (
     State,
     ThreadAutocast,
-    flags,
+    device_types,
     is_on,
     open_autocast_blocks,
     present_state,
@@ -157,7 +157,8 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     is then treated as the user's choice. A flag that is on is treated as a session's inside a forward with casts, and
     also while the cache is off. That includes a user's own block in a thread with a live session.
     """
-    caching, on = torch.is_autocast_cache_enabled(), flags()
+    caching = torch.is_autocast_cache_enabled()
+    on = {device: torch.is_autocast_enabled(device) for device in device_types()}
     if dtype is not None:
         return traced({device: caching or on[device] for device in on}, dtype, caching=False)
     if caching and not thread_state.value.forwards:

@@ -17,17 +17,13 @@ from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_drop
 from ..config.plan import Plan
 from . import cpu_autocast_list, encoder_fast_path
 from .cast_lists import APEX_POLICY, COMPOSED_LOSS_ROWS, TORCH_POLICY, Cast, wrapped_on
-from .casters import renamed, user_wrapper, wrapper
+from .casters import renamed, user_wrapper, without_casts, wrapper
 from .float32_sums import FLOAT32_SUMS
-from .thread_flags import ThreadCasts, call_without_casts, device_types, is_on
+from .thread_flags import device_types, is_on, thread_state
 
 _MARK: Final = "+mpinit"
 # What a session with 16-bit weights and without O1's casts needs.
 _SUMS_ONLY: Final = "sums"
-
-# torch.autograd.backward and .grad both call _engine_run_backward, however they were imported. Versions without it
-# have the two functions themselves patched.
-_ENGINE: Final = ("_engine_run_backward",) if hasattr(torch.autograd, "_engine_run_backward") else ("backward", "grad")
 
 
 @dataclass(frozen=True)
@@ -175,10 +171,7 @@ def _wrappers(is_apex: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 def resolve_owner(name: str) -> tuple[Any, str]:
     """Split a dotted name below torch into its namespace, an object, and its attribute."""
     _, *path, attribute = name.split(".")
-    owner: Any = torch
-    for part in path:
-        owner = getattr(owner, part)
-    return owner, attribute
+    return functools.reduce(getattr, path, torch), attribute
 
 
 def _registered_wrapper(registration: Registration) -> Any:
@@ -198,16 +191,9 @@ def _keep_casts_out_of_backward(undos: UndoStack) -> None:
     With casts on, the backward of operations that ran in float32 would compute in 16 bits. Casts are on again when the
     call returns, so that a graph made by ``create_graph=True`` is used with them.
     """
-    for name in _ENGINE:
-        undos.set_attribute(torch.autograd, name, _without_casts(getattr(torch.autograd, name)))
-
-
-def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def engine_call(*args: Any, **kwargs: Any) -> Any:
-        return call_without_casts(original, *args, **kwargs)
-
-    return engine_call
+    name = "_engine_run_backward"  # both functions call it, however they were imported
+    original = getattr(torch.autograd, name)
+    undos.set_attribute(torch.autograd, name, functools.wraps(original)(without_casts(original)))
 
 
 def _mark_compile_caches(undos: UndoStack) -> None:
@@ -276,25 +262,26 @@ def apply(plan: Plan, owner: object = None) -> Undo:
         The undo, to be called in the same thread. A second call does nothing, or completes an interrupted one.
     """
     undos = UndoStack()
-    casts = ThreadCasts()
+    thread, session = thread_state.value, object()
+
+    def end() -> None:
+        if not thread.end(session):
+            log.warning(
+                "casts were switched on in another thread (%d) and stay on there until its next backward pass: call "
+                "mpinit.undo in the thread that called mpinit.initialize",
+                thread.thread_id,
+            )
+
     try:
         INSTALLATION.add(plan, undos)
         if plan.properties.patch_torch_functions is True:
-            undos.push(functools.partial(_end, casts))
-            casts.begin(plan.function_dtype)
-        return undos.unwind if owner is None else undo_when_dropped(owner, undos.unwind, at_once=casts.end)
+            undos.push(end)
+            thread.begin(session, plan.function_dtype)
+        at_once = functools.partial(thread.end, session)
+        return undos.unwind if owner is None else undo_when_dropped(owner, undos.unwind, at_once=at_once)
     except BaseException:
         undos.unwind()
         raise
-
-
-def _end(casts: ThreadCasts) -> None:
-    if not casts.end():
-        log.warning(
-            "casts were switched on in another thread (%d) and stay on there until its next backward pass: call "
-            "mpinit.undo in the thread that called mpinit.initialize",
-            casts.thread_id,
-        )
 
 
 # Packages to skip: torch's modules import each other's functions by name, and no user can change that.

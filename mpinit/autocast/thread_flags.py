@@ -46,8 +46,39 @@ def is_on() -> bool:
 State = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 
+def present_state() -> State:
+    """Read the calling thread's state."""
+    on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
+    return on, torch.is_autocast_cache_enabled()
+
+
+def set_state(state: State) -> None:
+    """Set the calling thread's state.
+
+    Flags are switched off last, so that a flag is on until the state is complete, also if Ctrl-C interrupts the call.
+    """
+    for device, on, dtype in state[0]:
+        if on:
+            torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(state[1])
+    for device, on, _ in state[0]:
+        if not on:
+            torch.set_autocast_enabled(device, False)
+
+
+def open_autocast_blocks() -> int:
+    """Count the ``torch.autocast`` blocks and the forwards with casts that are open in this thread."""
+    # torch returns the depth only when it changes it. A KeyboardInterrupt cannot be raised between two builtin calls
+    # of one map.
+    return list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[-1]
+
+
 class ThreadAutocast:
     """The autocast states of one thread that its forwards and sessions restore at their end.
+
+    Weight casts are not cached while a session has casts on, because weights may change outside of a forward without
+    notice. The latest session that has not ended sets the dtype; sessions may end in any order.
 
     Attributes:
         forwards: for each open ``ForwardCasts``: the state before it, and the number of open autocast blocks outside
@@ -60,18 +91,38 @@ class ThreadAutocast:
     """
 
     def __init__(self) -> None:
+        self.thread_id = threading.get_ident()
         self.forwards: list[tuple[State, int, int]] = []
-        self.sessions: dict[ThreadCasts, torch.dtype] = {}
+        self.sessions: dict[object, torch.dtype] = {}
         self.base: State | None = None
         self.base_blocks = 0
         self.has_ended = False
 
-    def begin(self, casts: "ThreadCasts", dtype: torch.dtype) -> None:
+    def begin(self, session: object, dtype: torch.dtype) -> None:
+        """Switch the casts of a session on. After an interrupted call, :meth:`end` reverses it."""
         if not self.sessions:
             self.restore_after_ended_session()
             self.base, self.base_blocks, self.has_ended = present_state(), self._users_blocks(), False
-        self.sessions[casts] = dtype
+        self.sessions[session] = dtype
         self._set()
+
+    def end(self, session: object) -> bool:
+        """Reverse :meth:`begin`; a second call completes an interrupted one.
+
+        Inside a block of mpinit in this thread, the flags are switched off when the block ends. In another thread, or
+        in a ``torch.autocast`` block, they are switched off later: when that thread next ends a backward pass, a step
+        or the forward of an initialised model. ``mpinit.undo`` is refused in such a block, because a backward pass
+        after it ends no casts.
+
+        Returns:
+            False if the casts of the session were on, in another thread.
+        """
+        was_on = self.sessions.pop(session, None) is not None
+        self.has_ended = True
+        if self is not thread_state.value:
+            return not was_on
+        self.restore_after_ended_session()
+        return True
 
     def restore_after_ended_session(self) -> None:
         """Restore the autocast flags, if a session ended inside an autocast block whose exit set them again."""
@@ -103,122 +154,30 @@ class _ThreadState(threading.local):
 thread_state: Final = _ThreadState()
 
 
-def present_state() -> State:
-    """Read the calling thread's state."""
-    on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
-    return on, torch.is_autocast_cache_enabled()
-
-
-def set_state(state: State) -> None:
-    """Set the calling thread's state.
-
-    Flags are switched off last, so that a flag is on until the state is complete, also if Ctrl-C interrupts the call.
-    """
-    for device, on, dtype in state[0]:
-        if on:
-            torch.set_autocast_enabled(device, True)
-        torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(state[1])
-    for device, on, _ in state[0]:
-        if not on:
-            torch.set_autocast_enabled(device, False)
-
-
-def open_autocast_blocks() -> int:
-    """Count the ``torch.autocast`` blocks and the forwards with casts that are open in this thread."""
-    # torch returns the depth only when it changes it. A KeyboardInterrupt cannot be raised between two builtin calls
-    # of one map.
-    return list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[-1]
-
-
-class ThreadCasts:
-    """The casts of a session in the thread that creates this object, until the session ends.
-
-    The cache of weight casts is off, because weights may change outside of a forward without notice. The latest
-    session that has not ended sets the dtype; sessions may end in any order.
-    """
-
-    def __init__(self) -> None:
-        self.thread_id = threading.get_ident()
-        self._thread = thread_state.value
-        self._has_ended = False
-
-    def begin(self, dtype: torch.dtype) -> None:
-        """Switch casts on. After an interrupted call, :meth:`end` reverses it."""
-        self._thread.begin(self, dtype)
-
-    def end(self) -> bool:
-        """Reverse :meth:`begin`; a second call completes an interrupted one.
-
-        Inside a block of mpinit in this thread, the flags are switched off when the block ends. In another thread, or
-        in a ``torch.autocast`` block, they are switched off later: when that thread next ends a backward pass, a step
-        or the forward of an initialised model. ``mpinit.undo`` is refused in such a block, because a backward pass
-        after it ends no casts.
-
-        Returns:
-            True if it was called in the thread that began.
-        """
-        if self._has_ended:
-            if self._thread is thread_state.value:
-                # The first call may have been in a block that has ended since.
-                self._thread.restore_after_ended_session()
-            return True
-        self._thread.sessions.pop(self, None)
-        self._thread.has_ended = True
-        is_here = self._thread is thread_state.value
-        if is_here:
-            self._thread.restore_after_ended_session()
-        self._has_ended = True
-        return is_here
-
-
 class CastsAs:
-    """A block that sets every autocast flag of this thread, and restores the flags on exit.
+    """A block with the autocast state of another moment in this thread; without one, with casts off on every device.
 
     Args:
-        state: device type -> flag.
-        caching: whether weight casts are cached inside. Default None: as before.
+        state: what :func:`present_state` returned. Default None: casts off.
+        caching: whether weight casts are cached inside. Default None: as before the block.
     """
 
-    __slots__ = ("_before", "_caching", "_flags")
+    __slots__ = ("_before", "_caching", "_state")
 
-    def __init__(self, state: Mapping[str, bool], caching: bool | None = None) -> None:
-        self._flags = state
-        self._caching = caching
-        self._before: list[tuple[dict[str, bool], bool]] = []
+    def __init__(self, state: State | None = None, caching: bool | None = None) -> None:
+        self._state, self._caching = state, caching
+        self._before: list[State] = []
 
     def __enter__(self) -> None:
-        caching = torch.is_autocast_cache_enabled()
-        self._before.append((flags(), caching))
-        set_flags(self._flags)
-        torch.set_autocast_cache_enabled(caching if self._caching is None else self._caching)
+        before = present_state()
+        self._before.append(before)
+        off = [(device, False, dtype) for device, _, dtype in before[0]]
+        set_state(self._state or (off, before[1] if self._caching is None else self._caching))
 
     def __exit__(self, *_: object) -> None:
-        state, caching = self._before.pop()
-        set_flags(state)
-        torch.set_autocast_cache_enabled(caching)
+        set_state(self._before.pop())
         if thread_state.value.has_ended:
             thread_state.value.restore_after_ended_session()
-
-
-class CastsOff(CastsAs):
-    """A block that switches every autocast flag of this thread off, and restores them on exit."""
-
-    __slots__ = ()
-
-    def __init__(self, caching: bool | None = None) -> None:
-        super().__init__(dict.fromkeys(device_types(), False), caching)
-
-
-def flags() -> dict[str, bool]:
-    """Read this thread's autocast flag for each device type present."""
-    return {device: torch.is_autocast_enabled(device) for device in device_types()}
-
-
-def set_flags(state: Mapping[str, bool]) -> None:
-    """Set this thread's autocast flags to a state that :func:`flags` returned."""
-    for device, on in state.items():
-        torch.set_autocast_enabled(device, on)
 
 
 @contextlib.contextmanager
@@ -254,10 +213,10 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
         >>> mpinit.undo(model)
     """
     # The cache is switched off too: that is how a model's forward sees that the user switched casts off.
-    return _traced_off() if torch.compiler.is_compiling() else CastsOff(caching=False)
+    return _traced_off() if torch.compiler.is_compiling() else CastsAs(caching=False)
 
 
 def call_without_casts(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function with all casts off; torch.compile can trace the call."""
-    with _traced_off() if torch.compiler.is_compiling() else CastsOff():
+    with _traced_off() if torch.compiler.is_compiling() else CastsAs():
         return function(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..autocast.thread_flags import CastsOff
+from ..autocast.thread_flags import CastsAs
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.tables import counted, plain_table
@@ -329,7 +329,7 @@ def _run(
         before = {p: (copies[p].clone(), copies[p]._version) for p in sizes}
         # Neither a default device nor hooks of all optimizers, which the user has set for the originals, apply.
         beneath = inside_hooks(copied.step)
-        with CastsOff(), torch.device("cpu"):
+        with CastsAs(), torch.device("cpu"):
             (copied.step if beneath is None else partial(beneath, copied))()
         # Fused kernels do not count their writes.
         for p, (values, version) in before.items():

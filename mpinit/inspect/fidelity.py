@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..autocast.thread_flags import CastsOff
+from ..autocast.thread_flags import CastsAs
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
 from ..distributed.sharding import is_sharded
@@ -131,7 +131,7 @@ def fidelity(
         with _to_run(model) if to_train is None else _restored(to_train) as running:
             trained, seen = _run(running, *copied_inputs(inputs, keywords))
         restore()
-        with CastsOff(), plain as running:
+        with CastsAs(), plain as running:
             dtype = next((p.dtype for p in running.parameters() if p.is_floating_point()), dtype)
             expected, known = _run(running, *cast_tree(copied_inputs(inputs, keywords), dtype))
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))

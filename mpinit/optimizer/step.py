@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..autocast.thread_flags import CastsAs, CastsOff, flags, is_on
+from ..autocast.thread_flags import CastsAs, is_on, present_state
 from ..basics.bulk import grads_of, have_grads
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
@@ -202,7 +202,7 @@ class ManagedOptimizer:
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step on masters: in one call, or in one call per bucket of parameters."""
         params, result = self.params, None
-        with CastsOff() if is_on() else nullcontext():  # the casts of O1
+        with CastsAs() if is_on() else nullcontext():  # the casts of O1
             if params.steps_in_parts:
                 with params.parts_in_groups() as parts:
                     for _ in parts:
@@ -324,7 +324,7 @@ class ManagedOptimizer:
         weights are those from before it.
         """
         optimizer, params = self.optimizer, self.params
-        casts = flags() if is_on() else None
+        casts = present_state() if is_on() else None
         skips = self.shared.plan.skips
         evaluates_first = steps_per_parameter(optimizer)
 
@@ -343,7 +343,7 @@ class ManagedOptimizer:
 
         before = Snapshot(params) if skips and not evaluates_first else None
         try:
-            with CastsOff():
+            with CastsAs():
                 if evaluates_first:
                     # torch's optimizers evaluate the loss once, before anything else.
                     with torch.enable_grad():
@@ -515,7 +515,7 @@ def _on_masters(managed: ManagedOptimizer, optimizer: Optimizer, name: str) -> C
             return inner(*args, **kwargs)
         managed.check_unscaled(f"optimizer.{name}()")
         masters.apply_writes()
-        with CastsOff():
+        with CastsAs():
             if name == _LOAD:
                 with params.masters_in_groups_for_load():
                     result = inner(*args, **kwargs)

@@ -21,7 +21,7 @@ import mpinit
 from mpinit.autocast import apply
 from mpinit.autocast.forward_casts import ForwardCasts
 from mpinit.autocast.installation import INSTALLATION
-from mpinit.autocast.thread_flags import CastsOff, device_types, disable_casts, is_on
+from mpinit.autocast.thread_flags import CastsAs, device_types, disable_casts, is_on
 
 
 class Owner:
@@ -59,9 +59,9 @@ def test_the_casts_of_another_session_stay(before: dict[str, object]) -> None:
     assert product_dtype() is FP32
 
 
-@pytest.mark.parametrize("block", [lambda: ForwardCasts(BF16), CastsOff, disable_casts], ids=["forward", "off", "none"])
+@pytest.mark.parametrize("block", [lambda: ForwardCasts(BF16), CastsAs, disable_casts], ids=["forward", "off", "none"])
 def test_casts_of_a_session_dropped_in_a_block_end_after_it(
-    before: dict[str, object], block: Callable[[], CastsOff]
+    before: dict[str, object], block: Callable[[], CastsAs]
 ) -> None:
     owner = Owner()
     apply(o1_plan(), owner=owner)
