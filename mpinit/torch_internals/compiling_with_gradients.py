@@ -12,7 +12,8 @@ backward pass begins.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -34,7 +35,7 @@ def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None and not _models:
             handler = dynamo.callback_handler
-            for callbacks, ours in ((handler.start_callbacks, _hide), (handler.end_callbacks, _put_back)):
+            for callbacks, ours in zip((handler.start_callbacks, handler.end_callbacks), _callbacks(), strict=True):
                 callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
     undos.push(undo)
@@ -46,9 +47,16 @@ def follow_dynamo() -> None:
     """Register the callbacks of compilations, unless they are registered."""
     # torch imports it with the first optimizer. Without an optimizer there are no gradients of another dtype.
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _hide not in dynamo.callback_handler.start_callbacks and _models:
-        dynamo.callback_handler.register_start_callback(_hide)
-        dynamo.callback_handler.register_end_callback(_put_back)
+    if dynamo is not None and _models and _callbacks()[0] not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_callbacks()[0])
+        dynamo.callback_handler.register_end_callback(_callbacks()[1])
+
+
+@cache
+def _callbacks() -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    # Where a compiled function runs a backward pass, dynamo would compile these two, for minutes.
+    disable: Any = torch.compiler.disable
+    return disable(_hide), disable(_put_back)
 
 
 def _hide(_: Any) -> None:

@@ -105,3 +105,32 @@ def test_compiled_autograd_computes_the_same_gradients(level: str) -> None:
         assert torch.equal(parameter.grad, expected)
     mpinit.undo(model)
     assert compiled_autograd._enable is enable
+
+
+@pytest.mark.filterwarnings("ignore")  # those of dynamo, whose own code makes errors of them
+def test_a_compiled_iteration_computes_eager_numbers() -> None:
+    """Compile the backward pass, too: what runs while dynamo compiles is not compiled itself, which took minutes."""
+    torch._dynamo.reset()
+    get_metrics = torch._dynamo.utils.get_compilation_metrics
+    known = len(get_metrics())
+    trained = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, "O5")
+
+        def iteration(x: Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            with mpinit.scale_loss(model(x).square().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+        run = torch.compile(iteration, backend="aot_eager") if compiles else iteration
+        for _ in range(2):
+            run(torch.linspace(-1, 1, 8).view(2, 4))
+        trained.append([master.detach().clone() for master in mpinit.master_params(optimizer)])
+        mpinit.undo(model)
+    torch.testing.assert_close(trained[1], trained[0])
+    compiled = [metric.co_name for metric in get_metrics()[known:]]
+    assert "iteration" in compiled and "_hide" not in compiled
