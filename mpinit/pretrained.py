@@ -48,10 +48,16 @@ class SavePretrained(OfModule):
 
 def with_configs(model: Any) -> list[Any]:
     """List the outermost modules with a config: the model, or modules inside it, as in Sentence Transformers."""
-    save = getattr(type(model), "save_pretrained", None)
-    if save is not None and (hasattr(model, "peft_config") or "state_dict" in inspect.signature(save).parameters):
-        return [model]
-    return [part for child in model.children() for part in with_configs(child)]
+    found: dict[Any, None] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        save = getattr(type(module), "save_pretrained", None)
+        if save is not None and (hasattr(module, "peft_config") or "state_dict" in inspect.signature(save).parameters):
+            found[module] = None
+        else:
+            pending += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found)
 
 
 def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_models_state_dict: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..basics.modules import modules_of
 from ..basics.patching import Undo
 from .installation import INSTALLATION, ORIGINALS
 
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType)
+_FUNCTIONS: Final = {types.FunctionType, types.BuiltinFunctionType}
 
 
 def wrap(models: Sequence[nn.Module]) -> Undo:
@@ -46,6 +46,7 @@ def _stored(models: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, 
     for model in models:
         for module in modules_of(model):
             attributes = vars(module)
-            for name, value in attributes.items():
-                if type(value) in _FUNCTIONS:
-                    yield attributes, name, value
+            if not _FUNCTIONS.isdisjoint(map(type, attributes.values())):
+                for name, value in attributes.items():
+                    if type(value) in _FUNCTIONS:
+                        yield attributes, name, value

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..basics.modules import modules_of
 from ..basics.weak_references import WeakIdSet
 from .agreement import check_same
 from .verdict import Group, device_for, groups_of
@@ -67,7 +68,7 @@ class Wrappers:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._older: weakref.WeakSet[Any] = weakref.WeakSet()
         for model in models:
-            self._older.update(module for module in model.modules() if _is_ddp(module))
+            self._older.update([module for module in modules_of(model) if _is_ddp(module)])
         for wrapper in [each for each in _CALLED if self._is_around(each)]:
             _CALLED.discard(wrapper)
 

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from ..basics.bulk import are_alike, consume
+from ..basics.modules import modules_of
 
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
+
+
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 
 # Return whether this process belongs to a process group: torch's own function, because every forward and step calls it.
@@ -29,7 +33,7 @@ def has_other_processes() -> bool:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def fsdp1_refusal(what: str) -> str:
@@ -153,10 +157,11 @@ def model_parameters(models: Sequence[nn.Module]) -> dict[nn.Parameter, None]:
     FSDP may keep parameters gathered from a forward until the backward pass has ended. Until then the modules have
     other parameters than the optimizer, and the unreduced gradients are in these.
     """
-    found = dict.fromkeys(parameter for model in models for parameter in model.parameters())
+    modules = [module for model in models for module in modules_of(model)]
+    found = {p: None for module in modules for p in module._parameters.values() if p is not None}
     if not is_distributed():
         return found
-    groups = groups_of_fsdp([module for model in models for module in model.modules()])
+    groups = groups_of_fsdp(modules)
     entries = [entry for group in groups for entry in group.fsdp_params if hasattr(entry, "_unsharded_param")]
     shards = {id(entry._unsharded_param): entry.sharded_param for entry in entries}
     return dict.fromkeys(shards.get(id(parameter), parameter) for parameter in found)

@@ -132,10 +132,10 @@ class FullMasters(Masters):
     def _discard(self, master: Master) -> None:
         self._handed_out.pop(id(master), None)
 
-    def _cast(self, master: Master, dtype: torch.dtype) -> None:
-        set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(dtype))
-        assert isinstance(master, FullMaster)
-        _see([master])
+    def _cast(self, masters: Sequence[Master]) -> None:
+        for master in masters:
+            set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(master.dtype))
+        _see([master for master in masters if isinstance(master, FullMaster)])
 
     @property
     def has_handed_out(self) -> bool:

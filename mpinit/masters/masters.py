@@ -30,7 +30,7 @@ class Master:
 
     Attributes:
         original_dtype: the weight's dtype before it was cast.
-        dtype: the 16-bit dtype that the weight was cast to.
+        dtype: the 16-bit dtype that the weight is cast to.
         gradient: the weight's gradient while the weight gets another dtype, so that an interrupted change can be
             repeated.
         optimizers: how many optimizers have the weight in their groups.
@@ -111,27 +111,27 @@ class Masters(ABC):
         if dtype not in LOWER_PRECISION:
             return None
         master = self._of[id(weight)] = self._make(weight)
+        master.dtype = dtype
         self.kept_slots = None
         return master
 
-    def cast(self, master: Master, dtype: torch.dtype) -> None:
-        """Cast a weight whose master was just added, and its gradient. The master keeps every bit of the weight.
-
-        Args:
-            master: the master of the weight.
-            dtype: the 16-bit dtype.
-        """
-        weight, gradient = master.weight, master.weight.grad
+    def cast(self, masters: Sequence[Master]) -> None:
+        """Cast weights whose masters were just added, and their gradients. The masters keep every bit of them."""
+        gradients = [(master.weight, master.weight.grad) for master in masters]
+        present = [(weight, gradient) for weight, gradient in gradients if gradient is not None]
         try:
-            weight.grad = None
-            self.watch([weight])
-            self._cast(master, dtype)
-            master.dtype = dtype
-            weight.grad_dtype = self.grad_dtype
-            weight.grad = gradient if gradient is None or self.grad_dtype is None else as_float32(gradient)
+            for weight, _ in present:
+                weight.grad = None
+            self.watch([weight for weight, _ in gradients])
+            self._cast(masters)
+            for weight, _ in gradients:
+                weight.grad_dtype = self.grad_dtype
+            for weight, gradient in present:
+                weight.grad = gradient if self.grad_dtype is None else as_float32(gradient)
         except BaseException:
-            weight.grad_dtype = None
-            weight.grad = gradient
+            for weight, gradient in present:
+                weight.grad_dtype = None
+                weight.grad = gradient
             raise
 
     def restore(self, master: Master, dtype: torch.dtype) -> None:
@@ -222,8 +222,8 @@ class Masters(ABC):
         """Drop the records of a master."""
 
     @abstractmethod
-    def _cast(self, master: Master, dtype: torch.dtype) -> None:
-        """Replace the weight's memory by new memory in ``dtype``."""
+    def _cast(self, masters: Sequence[Master]) -> None:
+        """Replace the memory of weights by new memory in the dtypes of their masters."""
 
     @abstractmethod
     def is_cast(self, master: Master) -> bool:

@@ -113,8 +113,7 @@ class Casts:
                 for module, name in found:
                     module._buffers[name] = cast
         # The undo of these is that of the masters.
-        for master in self.masters:
-            self.masters.cast(master, targets.get(master.weight, master.dtype))
+        self.masters.cast(list(self.masters))
         rebuild_flat_weights(index.names)
         if self._buffers:
             index.read_tensors()  # they are others

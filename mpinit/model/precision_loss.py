@@ -84,30 +84,27 @@ def check_values(
     return set(beyond)
 
 
+@torch.no_grad()
 def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
     """Find the tensors whose finite values overflow in the dtype that they are cast to."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = {}
     for tensor, dtype in targets.items():
-        types = tensor.dtype, dtype
-        if types not in narrows:
-            narrows[types] = may_overflow(*types)
-        if not narrows[types]:
+        kinds.setdefault((tensor.dtype, dtype), []).append(tensor)
+    found = []
+    for (source, dtype), tensors in kinds.items():
+        if not may_overflow(source, dtype):
             continue
-        part = TENSOR_DETACH(tensor)  # not through a method of a subclass
-        if type(part) is not torch.Tensor:
-            part = local(part)
-        if part.numel() and not part.is_meta and part.layout is torch.strided:
-            groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
-    found = set()
-    for (_, _, dtype), members in groups.items():
         limit = torch.finfo(dtype).max
-        # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
-        norms = torch._foreach_norm([part for _, part in members], float("inf"))
-        for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
-            if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
-                found.add(tensor)
-    return [tensor for tensor in targets if tensor in found] if found else []
+        parts = [(t, t if type(t) is nn.Parameter else local(TENSOR_DETACH(t))) for t in tensors]
+        parts = [(t, p) for t, p in parts if p.numel() and not p.is_meta and p.layout is torch.strided]
+        for device in dict.fromkeys(part.device for _, part in parts):
+            members = [(tensor, part) for tensor, part in parts if part.device == device]
+            # One call and one device sync for many tensors. If a norm is inf or nan, the tensor is examined itself.
+            norms = torch._foreach_norm([part for _, part in members], float("inf"))
+            for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
+                if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
+                    found.append(tensor)
+    return found
 
 
 def _warn_about_precision_loss(
@@ -117,17 +114,12 @@ def _warn_about_precision_loss(
     found: list[str] = []
     entries: list[str] = []
     for module_name, module in index.named_modules:
-        parameters = module._parameters
-        candidates: list[tuple[str, torch.Tensor | None]] = list(module._buffers.items())
-        # Only frozen parameters: training corrects the others.
-        for name, parameter in parameters.items():
-            if parameter is not None and not parameter.requires_grad:
-                candidates.append((name, parameter))
-        for name, tensor in candidates:
-            # Running statistics are measured, not constants.
-            is_skipped = tensor is None or id(tensor) in but_for or isinstance(module, _NormBase)
-            dtype = None if tensor is None or is_skipped else targets.get(tensor)
-            reason = None if tensor is None or dtype in (None, tensor.dtype) else loss_of(tensor, dtype)
+        for name, tensor in index.own[module]:
+            # Training corrects parameters that are not frozen. Running statistics are measured, not constants.
+            if tensor.requires_grad or id(tensor) in but_for or isinstance(module, _NormBase):
+                continue
+            dtype = targets.get(tensor, tensor.dtype)
+            reason = None if dtype is tensor.dtype else loss_of(tensor, dtype)
             if reason is not None:
                 full_name = dotted(module_name, name)
                 found.append(f"{full_name} {reason}")
@@ -208,9 +200,9 @@ def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module]) 
 
 def _small_eps(module: nn.Module) -> float | None:
     """Return the ``eps`` of a norm that is 0 in float16; None where there is none."""
-    # Norms of torch compute in float32 inside, with any eps.
-    attributes = {} if type(module).__module__.startswith("torch.") else vars(module)
-    values = [attributes.get(name) for name in _EPS_NAMES]
+    if type(module).__module__.startswith("torch."):
+        return None  # norms of torch compute in float32 inside, with any eps
+    values = [vars(module).get(name) for name in _EPS_NAMES]
     return next((eps for eps in values if isinstance(eps, float) and 0.0 < eps < _SMALLEST / 2), None)
 
 

@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from ..basics.modules import ModelIndex, dotted, modules_of
 from ..config.plan import KeepRule, MasterWeightsMode, Plan
 from ..distributed.sharding import check_groups, gathered_dtypes
 from .entry_points import entry_points
+
+_NUMEL: Final[Any] = torch.Tensor.numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
             # float64 and complex tensors stay: no level is about them.
             if tensor.dtype in LOWER_PRECISION or tensor.dtype is torch.float32:
                 is_meant = comes_in_16_bits and tensor.dtype is torch.float32
-                targets[tensor] = torch.float32 if is_meant or tensor in kept else plan.model_dtype
+                targets[tensor] = torch.float32 if is_meant or (kept and tensor in kept) else plan.model_dtype
         float32_parameters = [
             tensor
             for tensor, dtype in targets.items()
@@ -125,9 +127,9 @@ def _comes_in(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     """
     if not is_lower_precision(dtype):
         return False
-    distinct = dict.fromkeys(tensor for tensor in tensors if tensor.is_floating_point())
-    narrow = sum(tensor.numel() for tensor in distinct if tensor.dtype is dtype)
-    return 2 * narrow > sum(tensor.numel() for tensor in distinct)
+    distinct = [tensor for tensor in {id(tensor): tensor for tensor in tensors}.values() if tensor.is_floating_point()]
+    narrow = [tensor for tensor in distinct if tensor.dtype is dtype]
+    return bool(narrow) and 2 * sum(map(_NUMEL, narrow)) > sum(map(_NUMEL, distinct))
 
 
 def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -138,9 +140,9 @@ def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.T
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in index.named_modules if is_lower_precision(dtype) else ():
-        asked = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        asked = set(_attribute(module, "_keep_in_fp32_modules_strict") or ())
         if dtype is torch.float16 or type(module).__module__.startswith("diffusers."):
-            listed = getattr(module, "_keep_in_fp32_modules", None) or ()
+            listed = _attribute(module, "_keep_in_fp32_modules") or ()
             asked |= {listed} if isinstance(listed, str) else set(listed)
         if not asked:
             continue
@@ -150,6 +152,11 @@ def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.T
             if name.startswith(prefix) and tensor.is_floating_point() and pattern.search(name.removeprefix(prefix)):
                 found[name] = tensor
     return found
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute, or None, without ``nn.Module.__getattr__``, which is slow where there is none."""
+    return vars(module).get(name, getattr(type(module), name, None))
 
 
 def _kept_by_name(index: ModelIndex, patterns: Sequence[str]) -> set[torch.Tensor]:

@@ -17,7 +17,7 @@ from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
 from ..basics.patching import Undo, UndoStack, for_each, undo_when_dropped
 from ..basics.tables import counted
-from ..basics.weak_references import OfModule, WeakIdSet
+from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded, local, sharded_as
 from ..masters.law import meaning
 from . import copies
@@ -40,7 +40,8 @@ class Float32State:
         self._entries = entries
         # The id of a tensor -> the key and the entry that were made for it last.
         self._made: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
-        self._modules: WeakIdSet[nn.Module] = WeakIdSet()
+        # The modules that were hooked, some of which may be freed.
+        self._hooked: list[weakref.ref[nn.Module]] = []
         self._stop_following: Undo | None = None
         self.key = RemovableHandle(OrderedDict()).id
         self._copies = made
@@ -61,14 +62,13 @@ class Float32State:
         """Remove the hooks from every module that has them."""
         if self._stop_following is not None:
             self._stop_following()
-        for_each(self._remove_from, list(self._modules))
+        for_each(self._remove_from, [module for known in self._hooked if (module := known()) is not None])
 
     def _remove_from(self, module: nn.Module) -> None:
         copies.remove_methods(module)
         on_saving: Any = module._state_dict_hooks
         for hooks in (on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
             hooks.pop(self.key, None)
-        self._modules.discard(module)
 
     def add_hooks(self, tree: nn.Module) -> None:
         """Hook a module and its submodules, unless they are hooked already."""
@@ -79,7 +79,7 @@ class Float32State:
         key = self.key
         export, after_load = _as_hook(self.export), _as_hook(self.after_load)
         added = [module for module in modules if key not in module._state_dict_hooks]
-        self._modules.update(added)  # first, so that remove() finds them after an interruption
+        self._hooked += map(weakref.ref, added)  # first, so that remove() finds them after an interruption
         for module in added:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             # Before the user's own hooks, which then see float32 values as well.

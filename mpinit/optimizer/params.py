@@ -170,7 +170,7 @@ class OptimizerParams:
         else:
             master = self.table.add(weight, weight.dtype)
             if master is not None:
-                self.table.cast(master, weight.dtype)
+                self.table.cast([master])
         for holder in holders:
             widen_state(holder.state.get(weight))
         return master
