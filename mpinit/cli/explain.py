@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 import sys
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +12,6 @@ from torch import nn
 from ..basics.dtypes import dtype_name
 from ..config.properties import OPT_LEVELS
 from ..inspect.explain import explain
-
-_DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +26,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--input",
         action="append",
         default=[],
-        metavar="SHAPE[:DTYPE[:BELOW]]",
-        help="one of the model's inputs, without its batch, such as 3x224x224, or 128:int64:1000 for whole numbers "
-        "below 1,000; repeat it for each input. Numbers are random",
+        metavar="SHAPE[:BELOW]",
+        help="one of the model's inputs, such as 2x3x224x224, or 2x128:1000 for whole numbers below 1,000; repeat it "
+        "for each input. Numbers are random",
     )
-    parser.add_argument("--batch", type=int, default=2, metavar="N", help="size of the batch; 0 for none. Default 2")
     parser.add_argument("--loss", metavar="pkg.mod:fn", help="a function of the output that returns the loss")
     parser.add_argument("--device", default="cpu", help="such as cuda. Default cpu")
     parser.add_argument(
@@ -44,15 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the model and show the report."""
     model = make(arguments.factory)[0].to(arguments.device)
     chance = torch.Generator().manual_seed(0)
-    inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
+    inputs = [make_input(spec, chance).to(arguments.device) for spec in arguments.input]
     loss = None if arguments.loss is None else load(arguments.loss)
     try:
         report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
     except (RuntimeError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{dtype_name(x.dtype)} {'x'.join(map(str, x.shape))}" for x in inputs)
         error.add_note(
-            f"the model ran on {shapes or 'no input'}: add --input once for each input, without the batch, such as "
-            "--input 3x224x224, or --input 24:int64:50 for token numbers below 50"
+            f"the model ran on {shapes or 'no input'}: add --input once for each input, such as --input 2x3x224x224, "
+            "or --input 2x24:50 for token numbers below 50"
         )
         raise
     print(report.to_json() if arguments.json else report)
@@ -92,19 +89,16 @@ def make(name: str) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
+def make_input(spec: str, generator: torch.Generator) -> torch.Tensor:
     """Make a random tensor from the text of ``--input``."""
-    shape_text, _, rest = spec.partition(":")
-    dtype_text, _, below = rest.partition(":")
-    dtype = _DTYPES.get(dtype_text or "float32")
-    sizes = [size for size in shape_text.lower().split("x") if size]
-    if dtype is None or not all(size.isdigit() for size in sizes) or (below and not below.isdigit()):
+    sizes, colon, below = spec.partition(":")
+    try:
+        shape, limit = [int(size) for size in sizes.split("x")], int(below) if colon else 0
+    except ValueError:
         raise ValueError(
-            f"--input {spec!r} is no input; write sizes joined by x, then a dtype ({', '.join(_DTYPES)}) and for whole "
-            "numbers a limit, such as 3x224x224 or 128:int64:1000"
-        )
-    shape = ([batch] if batch else []) + [int(size) for size in sizes]
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
-    limit = 2 if dtype is torch.bool else int(below or 2)
-    return torch.randint(limit, shape, generator=generator, dtype=torch.int64, device="cpu").to(dtype)
+            f"--input {spec!r} is no input; write sizes joined by x, such as 2x3x224x224, and for whole numbers a "
+            "limit, such as 2x128:1000"
+        ) from None
+    if colon:
+        return torch.randint(limit, shape, generator=generator, dtype=torch.int64, device="cpu")
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

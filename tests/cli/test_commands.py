@@ -25,7 +25,7 @@ from mpinit import OPT_LEVELS
 from mpinit.cli import COMMANDS, main
 from mpinit.cli.convert import FORMATS, converted
 
-MODEL = ["cli_models:classifier", "--input", "8"]
+MODEL = ["cli_models:classifier", "--input", "2x8"]
 
 Said = Callable[..., tuple[int, str, str]]
 Printed = Callable[..., str]
@@ -106,7 +106,7 @@ def test_explain_prints_a_report(printed: Printed) -> None:
 
 
 def test_explain_takes_whole_numbers(printed: Printed) -> None:
-    out = printed("explain", "cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--json")
+    out = printed("explain", "cli_models:embedding", "--input", "3x5:10", "--json")
     assert {row["module"] for row in json.loads(out)["rows"]} >= {"0", "1"}
 
 
@@ -148,10 +148,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no input": (["explain", "cli_models:embedding"], "the model ran on no input: add --input once for each input"),
     "an input of the wrong type": (
-        ["explain", "cli_models:embedding", "--input", "3x4"],
+        ["explain", "cli_models:embedding", "--input", "2x3x4"],
         "the model ran on float32 2x3x4: add --input once for each input",
     ),
-    "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
+    "a shape": (["explain", "cli_models:classifier", "--input", "2x7"], "shapes cannot be multiplied"),
     "a rate": (["audit", MODEL[0], "--lr", "1e-7"], "--lr 1e-07 is the learning rate of --optimizer"),
     "an optimizer": (["audit", MODEL[0], "--optimizer", "adamx"], "'adamx' is not an optimizer of torch.optim"),
     "a file": (["convert", "no_such.pt", "out.pt", "--to", "mpinit"], "there is no file 'no_such.pt'"),
