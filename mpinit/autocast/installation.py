@@ -6,7 +6,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -91,10 +91,6 @@ class Installation:
             self._installed = frozenset()
             self._refresh()
 
-    def _casting(self) -> set[str]:
-        """Return the cast policies of the sessions of O1."""
-        return {*self._sessions.values()} - {_SUMS_ONLY}
-
     def _refresh(self) -> None:
         """Install the wrappers that the live sessions need; start again after an interrupted call."""
         wanted = frozenset(self._sessions.values())
@@ -111,25 +107,34 @@ class Installation:
     def _install(self, wanted: frozenset[str]) -> None:
         """Install all wrappers. After an interrupted call, the next :meth:`_refresh` removes them."""
         _mark_compile_caches(self._undos)
-        casting = self._casting()
+        casting = wanted - {_SUMS_ONLY}
         for registration in REGISTERED if casting else ():
             self._set(registration.owner, registration.name, _registered_wrapper(registration))
         registered = set(self._originals)  # they have precedence
+
+        def free(names: Iterable[str]) -> Iterator[tuple[str, Any, str, Any]]:
+            for name in names:
+                owner, attribute = resolve_owner(name)
+                if (id(owner), attribute) not in registered:
+                    yield name, owner, attribute, getattr(owner, attribute)
+
         # Inside of the wrappers of O1: inside a forward with 16-bit weights O1's casts are off.
-        for name, wrap in FLOAT32_SUMS.items() if _SUMS_ONLY in wanted else ():
-            owner, attribute = resolve_owner(name)
-            if (id(owner), attribute) not in registered:
-                original = getattr(owner, attribute)
-                self._set(owner, attribute, renamed(wrap(original), original, name))
+        for name, owner, attribute, original in free(FLOAT32_SUMS) if _SUMS_ONLY in wanted else ():
+            self._set(owner, attribute, renamed(FLOAT32_SUMS[name](original), original, name))
         if not casting:
             return
         _keep_casts_out_of_backward(self._undos)
         encoder_fast_path.keep_off(is_on, self._undos)
         cpu_autocast_list.follow_cuda(self._undos)
         # All sessions share torch's functions: if one has apex's policy, it applies to all.
-        for owner, name, function in _wrappers("apex" in casting):
-            if (id(owner), name) not in registered:
-                self._set(owner, name, function)
+        for row in APEX_POLICY if "apex" in casting else TORCH_POLICY:
+            devices = wrapped_on(row, device_types())
+            # All names of a function share one wrapper, because torch.compile identifies functions by object.
+            shared: dict[int, Callable[..., Any]] = {}
+            for name, owner, attribute, original in free(row.wraps) if devices else ():
+                if id(original) not in shared:
+                    shared[id(original)] = wrapper(row, name, original, devices)
+                self._set(owner, attribute, shared[id(original)])
 
     def _bound_before(self, kind: str) -> Iterator[tuple[str, str]]:
         """Find names in the user's modules that were bound to a function before it was wrapped; skip methods."""
@@ -149,23 +154,6 @@ class Installation:
             ORIGINALS[function] = original
         _register_with_torchscript(function, original, self._undos)
         self._undos.set_attribute(owner, name, function)
-
-
-def _wrappers(is_apex: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield (owner, attribute, wrapper) for every name that needs a wrapper on the devices present.
-
-    All names of a function share one wrapper, because torch.compile identifies functions by object.
-    """
-    present = device_types()
-    for row in APEX_POLICY if is_apex else TORCH_POLICY:
-        devices = wrapped_on(row, present)
-        shared: dict[int, Callable[..., Any]] = {}
-        for name in row.wraps if devices else ():
-            owner, attribute = resolve_owner(name)
-            original = getattr(owner, attribute)
-            if id(original) not in shared:
-                shared[id(original)] = wrapper(row, name, original, devices)
-            yield owner, attribute, shared[id(original)]
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:

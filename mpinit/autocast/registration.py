@@ -37,14 +37,8 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in float32, with casts off inside, while casts are on.
 
-    Its duration, and its effect on earlier imports, are those of :func:`register_half_function`.
-
     Args:
-        module: a module, or a class for one of its methods.
-        name: the function's name in it.
-
-    Raises:
-        ValueError: there is no such function.
+        module, name: as for :func:`register_half_function`, which says how long it lasts and which calls it reaches.
 
     Example:
         >>> import torch, mpinit
@@ -56,14 +50,8 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in the widest floating dtype among its arguments while casts are on.
 
-    Its duration, and its effect on earlier imports, are those of :func:`register_half_function`.
-
     Args:
-        module: a module, or a class for one of its methods.
-        name: the function's name in it.
-
-    Raises:
-        ValueError: there is no such function.
+        module, name: as for :func:`register_half_function`, which says how long it lasts and which calls it reaches.
 
     Example:
         >>> import torch, mpinit
@@ -100,23 +88,15 @@ def half_function(function: Callable[P, T]) -> Callable[P, T]:
 def float_function(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function: while casts are on, 16-bit arguments are cast to float32, and it runs with casts off.
 
-    It decorates the same kinds of functions as :func:`half_function`.
-
     Args:
-        function: the function to run in float32.
+        function: the function to run in float32, of a kind that :func:`half_function` decorates.
 
     Returns:
         A function with the same signature.
 
     Example:
-        >>> import torch, mpinit
-        >>> @mpinit.float_function
-        ... def distance(a, b):
-        ...     return (a - b).pow(2).mean()
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
-        >>> distance(torch.ones(4).half(), torch.zeros(4).half()).dtype
-        torch.float32
-        >>> mpinit.undo(model)
+        >>> import mpinit
+        >>> distance = mpinit.float_function(lambda a, b: (a - b).pow(2).mean())
     """
     return user_wrapper(Cast.FP32, function)
 
@@ -124,55 +104,39 @@ def float_function(function: Callable[P, T]) -> Callable[P, T]:
 def promote_function(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function: while casts are on, its arguments are cast to the widest floating dtype among them.
 
-    It decorates the same kinds of functions as :func:`half_function`. float16 and bfloat16 together become float32.
-
     Args:
-        function: a function of arguments with several dtypes.
+        function: a function of arguments with several dtypes; float16 and bfloat16 together become float32.
 
     Returns:
         A function with the same signature.
 
     Example:
         >>> import torch, mpinit
-        >>> @mpinit.promote_function
-        ... def mix(a, b, weight):
-        ...     return torch.lerp(a, b, weight)
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1")
-        >>> mix(torch.zeros(4).half(), torch.ones(4), 0.5).dtype
+        >>> mix = mpinit.promote_function(lambda a, b: torch.lerp(a, b, 0.5))
+        >>> mix(torch.zeros(4), torch.ones(4)).dtype
         torch.float32
-        >>> mpinit.undo(model)
     """
     return user_wrapper(Cast.PROMOTE, function)
 
 
 def _register(module: Any, name: str, cast: Cast) -> None:
-    function = _find(module, name)
-    _warn_of_earlier_imports(module, name, function)
-    REGISTERED[:] = [each for each in REGISTERED if each.owner is not module or each.name != name]
-    REGISTERED.append(Registration(module, name, cast))
-    INSTALLATION.refresh_registrations()
-
-
-def _find(module: Any, name: str) -> Any:
     where = getattr(module, "__name__", repr(module))
     if not isinstance(name, str):
         raise TypeError(f"the name of a function in {where} must be a string, not {name!r}")
     function = INSTALLATION.original(module, name)
-    if callable(function):
-        return function
-    names = [own for own in dir(module) if callable(getattr(module, own, None))]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "; dir() lists the names"
-    raise ValueError(f"there is no function {name!r} in {where}{hint}")
-
-
-def _warn_of_earlier_imports(module: Any, name: str, function: Any) -> None:
-    """Warn about names bound by an earlier ``from module import name``: they call the function without casts."""
+    if not callable(function):
+        names = [own for own in dir(module) if callable(getattr(module, own, None))]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; dir() lists the names"
+        raise ValueError(f"there is no function {name!r} in {where}{hint}")
+    # Names bound by an earlier ``from module import name`` call the function without casts.
     found = bound_elsewhere({id(function): name}, module, users_only=False)
-    bound = [where for where, _ in found if where.rpartition(".")[0] != getattr(module, "__name__", "")]
+    bound = [other for other, _ in found if other.rpartition(".")[0] != where]
     if bound:
-        where = getattr(module, "__name__", repr(module))
         warn_user(
             f"{', '.join(bound[:5])} was imported from {where} before {name!r} was registered and keeps the function "
             f"without casts: register before that import, or call it as {where.rpartition('.')[2]}.{name}"
         )
+    REGISTERED[:] = [each for each in REGISTERED if each.owner is not module or each.name != name]
+    REGISTERED.append(Registration(module, name, cast))
+    INSTALLATION.refresh_registrations()

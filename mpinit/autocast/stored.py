@@ -6,7 +6,7 @@ afterwards to torch's functions again.
 """
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -28,25 +28,15 @@ def wrap(models: Sequence[nn.Module]) -> Undo:
     Returns:
         The undo. It replaces all wrappers by torch's functions, also those that modules have stored since.
     """
-    for attributes, name, function in list(_stored(models)):
-        wrapper = INSTALLATION.wrapper_of(function)
-        if wrapper is not None:
-            attributes[name] = wrapper
-    return partial(_unwrap, models)
+    _replace(models, INSTALLATION.wrapper_of)
+    return partial(_replace, models, ORIGINALS.get)
 
 
-def _unwrap(models: Sequence[nn.Module]) -> None:
-    for attributes, name, function in list(_stored(models)):
-        if isinstance(function, types.FunctionType) and function in ORIGINALS:
-            attributes[name] = ORIGINALS[function]
-
-
-def _stored(models: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield (attributes, name, function) for each attribute of the models' modules that is a function."""
+def _replace(models: Sequence[nn.Module], other: Callable[[Any], Any]) -> None:
     for model in models:
         for module in modules_of(model):
             attributes = vars(module)
             if not _FUNCTIONS.isdisjoint(map(type, attributes.values())):
                 for name, value in attributes.items():
-                    if type(value) in _FUNCTIONS:
-                        yield attributes, name, value
+                    if type(value) in _FUNCTIONS and (function := other(value)) is not None:
+                        attributes[name] = function
