@@ -35,7 +35,7 @@ FLOAT32_ON_CPU: Final = (
     *("torch.fft.hfft", "torch.fft.ihfft"),
     *("torch.cholesky", "torch.cholesky_inverse", "torch.cholesky_solve", "torch.geqrf", "torch.inverse", "torch.lu"),
     *("torch.lu_solve", "torch.orgqr", "torch.ormqr", "torch.pinverse", "torch.qr", "torch.svd"),
-    "torch.triangular_solve",
+    *("torch.trace", "torch.triangular_solve"),
     *("torch.linalg.cholesky", "torch.linalg.cholesky_ex", "torch.linalg.cond", "torch.linalg.eig"),
     *("torch.linalg.eigh", "torch.linalg.eigvals", "torch.linalg.eigvalsh", "torch.linalg.householder_product"),
     *("torch.linalg.inv", "torch.linalg.inv_ex", "torch.linalg.lstsq", "torch.linalg.matrix_rank"),

@@ -216,24 +216,9 @@ BANNED_ROW: Final = _row(
     Cast.BANNED, "binary_cross_entropy", "N:binary_cross_entropy", "F:binary_cross_entropy", _NOWHERE, casts_off=True
 )
 
-_IN_PLACE: Final = (
-    "acos",
-    "asin",
-    "cosh",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "square",
-)
+_IN_PLACE: Final = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ log1p_ reciprocal_ rsqrt_ sinh_ tan_ square_"
 # In-place functions that exist as methods only.
-_IN_PLACE_METHODS: Final = ("erfinv_", "pow_", "__ipow__", "cumsum_", "cumprod_", "renorm_")
+_IN_PLACE_METHODS: Final = "erfinv_ pow_ __ipow__ cumsum_ cumprod_ renorm_"
 
 _APEX_ROWS: Final = (
     _fp32("grid_sample", "t:grid_sampler", "F:grid_sample", frozenset({"cpu"})),
@@ -242,8 +227,8 @@ _APEX_ROWS: Final = (
     _fp32("var", "tT:var t:var_mean", native=_NOWHERE),
     _fp32("ctc_loss", "t:ctc_loss", "F:ctc_loss", frozenset({"cpu"})),
     _fp32("cpu", "T:cpu", native=_NOWHERE),
-    *(_row(Cast.REFUSED, f"{name}_", f"tT:{name}_", native=_NOWHERE) for name in _IN_PLACE),
-    *(_row(Cast.REFUSED, name, f"T:{name}", native=_NOWHERE) for name in _IN_PLACE_METHODS),
+    *_rows(Cast.REFUSED, "tT", _IN_PLACE, _NOWHERE),
+    *_rows(Cast.REFUSED, "T", _IN_PLACE_METHODS, _NOWHERE),
 )
 
 

@@ -11,7 +11,7 @@ and .../pull/77623 (the CPU's list). In all versions since 1.10, 2.13 included. 
 """
 
 import warnings
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -19,30 +19,13 @@ from ..basics.patching import UndoStack
 
 # Functions whose CPU kernels accept 16-bit tensors. The CPU's autocast casts their arguments; CUDA's does not.
 RUNS_UNCAST: Final = (
-    "cat",
-    "stack",
-    "index_copy",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool3d",
-    "max_pool3d",
-    "fractional_max_pool2d",
-    "fractional_max_pool3d",
-    "max_unpool2d",
-    "max_unpool3d",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-    "grid_sampler_2d",
-    "_grid_sampler_2d_cpu_fallback",
-    "grid_sampler_3d",
-    "trace",
-    "fake_quantize_per_tensor_affine",
+    *("cat", "stack", "index_copy", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d", "reflection_pad1d"),
+    *("reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler_2d"),
+    *("_grid_sampler_2d_cpu_fallback", "grid_sampler_3d", "fake_quantize_per_tensor_affine"),
 )
 
 _KEY: Final = "AutocastCPU"
-_KERNELS: Final[Any] = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def follow_cuda(undos: UndoStack) -> None:
@@ -50,21 +33,10 @@ def follow_cuda(undos: UndoStack) -> None:
 
     Their kernels then receive the arguments without casts, as on CUDA, in eager mode and in compiled graphs.
     """
-    names = [name for name in RUNS_UNCAST if name != "trace" or _traces_16_bit()]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     undos.push(library._destroy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for name in names:
+        for name in RUNS_UNCAST:
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
                 library.impl(name, torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
-
-
-def _traces_16_bit() -> bool:
-    """Return whether ``trace`` has a 16-bit kernel. torch 2.11 has none, and needs the cast to float32."""
-    one = torch.ones(1, 1, dtype=torch.float16, device="cpu")
-    try:
-        torch.ops.aten.trace.default.redispatch(_KERNELS, one)  # past autocast, which may be on
-    except NotImplementedError:
-        return False
-    return True

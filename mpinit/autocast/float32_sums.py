@@ -4,17 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch
-
-from ..basics.dtypes import LOWER_PRECISION
-from ..torch_internals.sums_on_cpu import lookup
+from ..torch_internals.sums_on_cpu import in_float32, lookup
 from .cast_lists import BANNED_ROW, LOSS_ROWS
 
 Function = Callable[..., Any]
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION else value
 
 
 def _loss(original: Function) -> Function:
@@ -27,7 +20,7 @@ def _loss(original: Function) -> Function:
     def float32_loss(*args: Any, **kwargs: Any) -> Any:
         if any(map(callable, kwargs.values())):  # a distance of the user's, whose weights may be 16-bit
             return original(*args, **kwargs)
-        return original(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+        return in_float32(original, args, kwargs)
 
     return float32_loss
 

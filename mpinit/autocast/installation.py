@@ -208,12 +208,9 @@ def _register_with_torchscript(function: Any, original: Any, undos: UndoStack) -
     It applies to users who never script, too: torch scripts its own functions for forward-mode derivatives.
     """
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
-    before = table.get(id(function))
 
     def revert() -> None:
         table.pop(id(function), None)
-        if before is not None:
-            table[id(function)] = before
 
     undos.push(revert)
     if id(original) in table:

@@ -15,16 +15,13 @@ from ..basics.dtypes import LOWER_PRECISION
 Function = Callable[..., Any]
 
 
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION else value
+def in_float32(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with its 16-bit tensors widened to float32."""
 
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION else value
 
-def _adds_in_16_bits(table: Any) -> bool:
-    """Return whether the gradient of a table would be added in 16 bits."""
-    is_narrow = table.device.type == "cpu" and table.dtype in LOWER_PRECISION
-    # Files of torch.export and torch.jit.trace have the plain functions: nothing is trained with them.
-    is_written = torch.compiler.is_exporting() or torch._C._is_tracing()
-    return is_narrow and torch.is_grad_enabled() and table.requires_grad and not is_written
+    return function(*map(widened, args), **{key: widened(value) for key, value in kwargs.items()})
 
 
 def lookup(sparse: int, original: Function) -> Function:
@@ -33,9 +30,12 @@ def lookup(sparse: int, original: Function) -> Function:
     def float32_lookup(*args: Any, **kwargs: Any) -> Any:
         table = args[0] if args else kwargs["weight"]
         is_sparse = args[sparse] if len(args) > sparse else kwargs.get("sparse", False)
-        if is_sparse or not _adds_in_16_bits(table):
+        is_narrow = table.device.type == "cpu" and table.dtype in LOWER_PRECISION
+        # Files of torch.export and torch.jit.trace have the plain functions: nothing is trained with them.
+        is_written = torch.compiler.is_exporting() or torch._C._is_tracing()
+        if is_sparse or is_written or not (is_narrow and torch.is_grad_enabled() and table.requires_grad):
             return original(*args, **kwargs)
-        found = original(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+        found = in_float32(original, args, kwargs)
         if isinstance(found, tuple):  # of embedding_bag: beside the result there are indices
             return (found[0].to(table.dtype), *found[1:])
         return found.to(table.dtype)
