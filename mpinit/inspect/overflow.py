@@ -76,8 +76,8 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
         ('forward', 'aten.addmm.default')
         >>> mpinit.undo(model)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"watch_overflow needs a module, not {type(model).__name__}")
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"watch_overflow needs a module, and not one of torch.jit, but got {type(model).__name__}")
     return OverflowWatch(model)
 
 
@@ -98,7 +98,7 @@ class OverflowWatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
+        self._trace = ModelTrace(model, self._operation, self._module_ends)
         self._model = model
         self._faults: list[Fault] = []
         self._origins = Origins()
@@ -125,10 +125,9 @@ class OverflowWatch:
                         self._found(fault, values)
                 if tensor.requires_grad and tensor.is_leaf:
                     stack.callback(tensor.register_hook(self._gradient_arrives).remove)  # type: ignore[no-untyped-call]
-            # Only a module's own hooks receive keyword arguments, not the global ones; scripted modules have no hooks.
-            if not isinstance(self._model, torch.jit.ScriptModule):
-                hook = self._model.register_forward_pre_hook(self._read_inputs, with_kwargs=True, prepend=True)
-                stack.callback(hook.remove)
+            # Only a module's own hooks receive keyword arguments, not the global ones.
+            hook = self._model.register_forward_pre_hook(self._read_inputs, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
             stack.enter_context(self._trace)
             self._stack = stack.pop_all()
         return self
@@ -199,11 +198,6 @@ class OverflowWatch:
                         "data", "", FORWARD, "inputs", tensor.dtype, stats, may_be_intended=_may_be_mask(tensor)
                     )
                     self._found(fault, tensor)
-
-    def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Check the inputs, if the module is the model itself: they are the data."""
-        if not name and isinstance(module, torch.jit.ScriptModule):
-            self._read_inputs(module, args, {})
 
     def _module_ends(self, name: str, output: Any) -> None:
         """Record whether inf or nan reach what the model returns."""

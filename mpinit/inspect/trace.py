@@ -46,13 +46,13 @@ class ModelTrace:
     Args:
         model: the model.
         operation: called for each operation. Default None.
-        begins, ends: called when a module's forward begins and ends. Default None.
+        ends: called when a module's forward ends. Default None.
     """
 
-    def __init__(self, model: nn.Module, operation: Any = None, begins: Any = None, ends: Any = None) -> None:
+    def __init__(self, model: nn.Module, operation: Any = None, ends: Any = None) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._owners: dict[Any, str] = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
-        self._begins, self._ends = begins, ends
+        self._ends = ends
         self._is_unseen = False
         self._operation = operation
         self._mode: Any = nullcontext() if operation is None else OperationsSeen(self._call_operation)
@@ -93,16 +93,13 @@ class ModelTrace:
         if self._is_ours(module):
             self._running.append(self._names[module])
             self._record_number()
-            with self.unseen():
-                if self._begins is not None:
-                    self._begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:
             name = self._running.pop()
             self._record_number()
-            with self.unseen():
-                if self._ends is not None:
+            if self._ends is not None:
+                with self.unseen():
                     self._ends(name, output)
 
     def _is_ours(self, module: nn.Module) -> bool:
