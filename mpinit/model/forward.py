@@ -292,10 +292,11 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
     weight_casts = float32_casts = None
     if plan.masters is MasterWeightsMode.IN_MODEL:
         float32_modules = frozenset([*selection.float32_modules, *selection.computes])
-        weight_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, selection.float32_parameters)
+        kept_parameters, sums = selection.float32_parameters, plan.properties.grad_dtype
+        weight_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, kept_parameters, sums)
         undos.push(weight_casts.close)
     elif casts_model and selection.computes:
-        float32_casts = WeightCasts(writes.models, torch.float32, (), (), keeps=False)
+        float32_casts = WeightCasts(writes.models, torch.float32, (), ())
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
 

@@ -27,7 +27,7 @@ from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import fsdp2_refusal, is_distributed, is_managed_by_fsdp
-from ..torch_internals.float32_gradients import cast_with_float32_gradients
+from ..torch_internals.float32_gradients import cast_together
 from ..torch_internals.parameter_data import remove_if_unused, unwatch, versions_of, watch
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
@@ -55,10 +55,15 @@ class WeightCasts:
 
     Args:
         models: the session's models.
-        dtype: the 16-bit dtype.
+        dtype: the 16-bit dtype: a cast is kept until its parameter changes. Or float32, for modules that compute in
+            it: each forward makes new ones, also of buffers.
         kept: the modules whose parameters stay float32.
         kept_parameters: parameters of other modules that stay float32.
-        keeps: whether a cast is kept until its parameter changes; False: each forward makes new ones, also of buffers.
+        sums: the dtype in which gradients of several uses of a cast add up; None: 16-bit.
+
+    Attributes:
+        entered: the modules that have casts in the places of their parameters now.
+        generation: a number that increases when a cast is replaced.
     """
 
     def __init__(
@@ -67,15 +72,16 @@ class WeightCasts:
         dtype: torch.dtype,
         kept: Collection[nn.Module],
         kept_parameters: Sequence[torch.Tensor],
-        keeps: bool = True,
+        sums: torch.dtype | None = None,
     ) -> None:
         self.dtype = dtype
+        self._keeps = dtype is not torch.float32
+        self._sums = sums
         self.kept = kept
         self.entered: set[nn.Module] = set()
         self.generation = 0
         self._models = models
         self._kept_parameters = kept_parameters
-        self._keeps = keeps
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
         self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(_unwatch, self._casts))
@@ -148,7 +154,7 @@ class WeightCasts:
                 stale[id(parameter)] = parameter, version
         if not stale:
             return
-        made = cast_with_float32_gradients([parameter for parameter, _ in stale.values()], self.dtype)
+        made = cast_together([parameter for parameter, _ in stale.values()], self.dtype, self._sums)
         replaced = [id(self._casts[key].cast) for key in stale if key in self._casts]
         unwatch(replaced)
         self.generation += bool(replaced)

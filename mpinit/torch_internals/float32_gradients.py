@@ -1,12 +1,12 @@
-"""16-bit casts of float32 parameters whose gradients autograd adds up in float32.
+"""16-bit casts of many float32 parameters in one operation, and the cast of their gradients in another.
 
-The gradient of ``parameter.to(torch.bfloat16)`` is float32. But where the cast is used several times in a graph, as in
-an RNN cell or in tied layers, autograd adds the gradients up in 16 bits and widens the sum. ``grad_dtype`` would
-prevent that, but can be set on leaves only. Autograd adds in the dtype that a function's output had when it was
-recorded. So the output is recorded as a float32 tensor, and its data is then replaced by 16-bit data.
+Where a cast is used several times in a graph, as in an RNN cell or in tied layers, autograd adds the gradients up in 16
+bits. ``grad_dtype`` would prevent that, but can be set on leaves only. Autograd adds in the dtype that a function's
+output had when it was recorded. So for float32 sums the output is recorded as a float32 tensor, and its data is then
+replaced by 16-bit data. Each gradient is then cast by itself.
 
-No upstream report was found. In torch 2.11 to 2.15; this file can be deleted when ``grad_dtype`` can be set on the
-result of ``to``.
+No upstream report was found. In torch 2.11 to 2.15; float32 sums can be made without this when ``grad_dtype`` can be
+set on the result of ``to``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,13 +37,45 @@ class _Recorded(torch.autograd.Function):
         return gradients
 
 
-def cast_with_float32_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Cast parameters to ``dtype``; the gradients of each add up in the parameter's dtype."""
+class _Narrowed(torch.autograd.Function):
+    """16-bit copies of parameters; the gradients are cast together when all have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_copies([TENSOR_DATA.__get__(parameter) for parameter in parameters], dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if torch.is_grad_enabled() or any(type(each) is not torch.Tensor or each.is_sparse for each in present):
+            wide = [gradient.float() for gradient in present]  # create_graph=True, or a sparse gradient
+        else:
+            wide = _copies(present, torch.float32)
+        found = iter(wide)
+        return None, *(None if gradient is None else next(found) for gradient in gradients)
+
+
+def _copies(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(made, tensors)
+    return made
+
+
+def cast_together(parameters: Sequence[nn.Parameter], dtype: torch.dtype, sums: torch.dtype | None) -> list[Any]:
+    """Cast parameters to 16 bits; their gradients are float32.
+
+    Args:
+        parameters: float32 parameters on any devices.
+        dtype: the 16-bit dtype.
+        sums: torch.float32: the gradients of several uses in one graph add up in float32; None: in 16 bits.
+    """
     found: list[torch.Tensor] = []
     for own in _nodes(parameters):
-        values = list(map(TENSOR_DATA.__get__, own))
-        narrow = [torch.empty_like(value, dtype=dtype) for value in values]
-        torch._foreach_copy_(narrow, values)
+        if sums is None:
+            found += _Narrowed.apply(dtype, *own)  # type: ignore[no-untyped-call]
+            continue
+        narrow = _copies(list(map(TENSOR_DATA.__get__, own)), dtype)
         casts: tuple[torch.Tensor, ...] = _Recorded.apply(*own)  # type: ignore[no-untyped-call]
         for cast, value in zip(casts, narrow, strict=True):
             TENSOR_DATA.__set__(cast, value)

@@ -16,6 +16,7 @@ from loops import backward
 from models import CASES, Parts, equal_tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
@@ -540,3 +541,49 @@ def test_refusals_of_masters_in_the_model() -> None:
         model.half()
     with pytest.raises(RuntimeError, match=r"torch\.export"):
         torch.jit.script(model)
+
+
+def casts_in_backward(layers: int) -> int:
+    """Count the casts of a backward pass, of which one may be of many tensors."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    start(model)
+    loss = model(torch.ones(2, 4)).sum()
+    found = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.overloadpacket.__name__ in ("_to_copy", "copy_", "_foreach_copy_"):
+                found.append(function)
+            return function(*args, **kwargs or {})
+
+    with Count():
+        loss.backward()
+    assert all(parameter.grad.dtype is F32 for parameter in model.parameters())
+    return len(found)
+
+
+def test_gradients_of_all_weights_are_cast_in_one_operation() -> None:
+    assert casts_in_backward(2) == casts_in_backward(20)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, F32])
+def test_two_uses_of_a_weight_add_up_in_the_dtype_asked_for(grad_dtype: Any) -> None:
+    model: Any = Parts(lambda self, x: self.a(x * 256) + self.a(x), a=nn.Linear(1, 1, bias=False))
+    start(model, grad_dtype=grad_dtype)
+    model(torch.ones(1, 1)).sum().backward()
+    assert model.a.weight.grad.dtype is F32
+    assert model.a.weight.grad.item() == (256 if grad_dtype is None else 257)
+
+
+def test_gradient_penalty_and_sparse_gradients_train() -> None:
+    """The second derivative of x * w**2 is 2 * x * w; an embedding's gradient is sparse."""
+    model: Any = Parts(lambda self, x: self.a(self.a(x)), a=nn.Linear(1, 1, bias=False))
+    start(model)
+    (first,) = torch.autograd.grad(model(torch.full((1, 1), 3.0)).sum(), [model.a.weight], create_graph=True)
+    first.sum().backward()
+    assert model.a.weight.grad.item() == 6.0
+    table: Any = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    start(table)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table[0].weight.grad.is_sparse and table[0].weight.grad.dtype is F32
+    assert table[0].weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
