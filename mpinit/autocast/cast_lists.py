@@ -175,6 +175,7 @@ _FP32_ROWS: Final = (
     _fp32("sum", "tT:sum T:sum_to_size t:trapezoid t:trapz t:cumulative_trapezoid tT:mvlgamma S:multigammaln"),
     _fp32("prod", "tT:prod", native=_EVERYWHERE),
     *_rows(Cast.FP32, "tT", "cumsum cumprod renorm dist"),
+    # A CPU computes 16-bit inputs in float32 too, but adds the gradients of its weights in 16 bits.
     _fp32("layer_norm", "t:layer_norm t:native_layer_norm", "F:layer_norm"),
     _fp32("group_norm", "t:group_norm", "F:group_norm"),
     # Not on the list of torch 2.11.

@@ -11,7 +11,6 @@ from ..basics.running import current_pass
 from .thread_flags import (
     State,
     ThreadAutocast,
-    device_types,
     is_on,
     open_autocast_blocks,
     present_state,
@@ -27,21 +26,15 @@ T = TypeVar("T")
 class ForwardCasts:
     """A context manager that sets the autocast state around the forward of an initialised model.
 
-    One object can be used for several models and threads, and can be nested. The cached weight casts are dropped when
-    the thread's outermost block ends, so that they never outlive a weight update between two forwards. On exit, also
-    after an exception, the state is restored.
+    One object can be used for several models and threads, and can be nested. On exit the state is restored. Cached
+    weight casts are dropped when the thread's outermost block ends, so that none outlives an update of its weight.
 
-    Without a dtype, the model's forward has no casts. Casts of other sessions are off inside. Casts of the user's own
+    Without a dtype, the model's forward has no casts: those of other sessions are off inside. Casts of the user's own
     ``torch.autocast`` block stay on; ``is_16_bit``, where weights are, warns of that once.
 
-    With a dtype, on entering, for each device present:
-
-    - The flag is on: it stays on, with this dtype.
-    - The flag and the weight-cast cache are off: the user switched casts off, so the flag stays off.
-    - The flag is off inside a ``torch.autocast`` block of this thread: the block switched it off, so it stays off. The
-      exception is a backward pass, where a block restores the state of the forward that is computed again.
-    - The flag is off otherwise, as in a new thread or with ``patch_torch_functions="model"``: it is switched on, with
-      this dtype.
+    With a dtype, the flag of each device is on inside, with this dtype, unless the user switched casts off: by
+    :func:`disable_casts` (the weight-cast cache is off too), or by a ``torch.autocast`` block of this thread. In a
+    backward pass such a block restores the state of the forward that is computed again, and does not count.
 
     torch.compile cannot trace a context manager that was made outside the compiled function. Use :meth:`run` where the
     forward may be traced.
@@ -63,17 +56,15 @@ class ForwardCasts:
             set_state(_without_sessions(thread, state, depth))
             if self.is_16_bit and not self.has_trained and is_on():
                 self.has_trained = True
-                try:
-                    warn_user(_TWO_KINDS)
-                except Warning:
-                    self.__exit__()
-                    raise
+                self._warn(_TWO_KINDS)
             return
         depth = torch.autocast_increment_nesting()
-        is_in_backward = current_pass() != -1
+        # Outside is no block, the forward of a model without casts, or a block that a recomputation restores.
+        is_in_plain = bool(thread.forwards) and thread.forwards[-1][1:] == (depth - 1, depth - 1)
+        switches_on = caching and (depth == 1 or is_in_plain or current_pass() != -1)
         any_on = False
         for device, on, dtype_before in before:
-            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or is_in_backward):
+            if not on and switches_on:
                 torch.set_autocast_enabled(device, True)
                 on = True
             any_on = any_on or on
@@ -87,11 +78,14 @@ class ForwardCasts:
             self.has_trained = True
             outside = thread.forwards[-2][2] if len(thread.forwards) > 1 else 0
             if not any_on and depth - 1 > outside:
-                try:
-                    _warn_of_block()
-                except Warning:
-                    self.__exit__()
-                    raise
+                self._warn(_SWITCHED_OFF)
+
+    def _warn(self, text: str) -> None:
+        try:
+            warn_user(text)
+        except Warning:  # where warnings are errors
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         thread = thread_state.value
@@ -112,16 +106,13 @@ class ForwardCasts:
             return function(*args, **kwargs)
 
 
-def _warn_of_block() -> None:
-    """Warn where the first forward of a training runs in such a block, as ``autocast(enabled=args.amp)``."""
-    warn_user(
-        "this forward runs inside a torch.autocast(..., enabled=False) block, which switches O1's and O4's casts off, "
-        "so it computes in float32. Remove the block (a library's loop may open one because of its own amp=False), or "
-        "use a level with 16-bit weights, such as opt_level='O5'. To switch casts off on purpose, use "
-        "mpinit.disable_casts()"
-    )
-
-
+# Where the first forward of a training runs in such a block, as ``autocast(enabled=args.amp)``.
+_SWITCHED_OFF: Final = (
+    "this forward runs inside a torch.autocast(..., enabled=False) block, which switches O1's and O4's casts off, "
+    "so it computes in float32. Remove the block (a library's loop may open one because of its own amp=False), or "
+    "use a level with 16-bit weights, such as opt_level='O5'. To switch casts off on purpose, use "
+    "mpinit.disable_casts()"
+)
 _TWO_KINDS: Final = (
     "this forward of a model with 16-bit weights runs inside of a torch.autocast block, which casts again: softmax, "
     "norms and sums to float32, and what keep_fp32 keeps in float32 to 16 bits. Remove the block, or use "
@@ -129,11 +120,6 @@ _TWO_KINDS: Final = (
 )
 
 NO_CASTS: Final = ForwardCasts(None)
-
-
-def _runs_without_casts(thread: ThreadAutocast, depth: int) -> bool:
-    """Return whether the innermost open block is the forward of a model without casts."""
-    return bool(thread.forwards) and thread.forwards[-1][1:] == (depth, depth)
 
 
 def _without_sessions(thread: ThreadAutocast, state: State, depth: int) -> State:
@@ -158,9 +144,8 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     also while the cache is off. That includes a user's own block in a thread with a live session.
     """
     caching = torch.is_autocast_cache_enabled()
-    on = {device: torch.is_autocast_enabled(device) for device in device_types()}
     if dtype is not None:
-        return traced({device: caching or on[device] for device in on}, dtype, caching=False)
+        return traced(caching or is_on(), dtype)
     if caching and not thread_state.value.forwards:
         return contextlib.nullcontext()
-    return traced(dict.fromkeys(on, False), None, caching=True)
+    return traced(False, caching=True)

@@ -14,7 +14,7 @@ Code that restores torch's autocast state elsewhere, such as a checkpoint's reco
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final, ParamSpec, TypeVar
 
 import torch
@@ -181,19 +181,14 @@ class CastsAs:
 
 
 @contextlib.contextmanager
-def traced(on: Mapping[str, bool], dtype: torch.dtype | None, caching: bool) -> Iterator[None]:
-    """Run a block with these flags, by ``torch.autocast``, the only context manager that torch.compile can trace."""
+def traced(on: bool, dtype: torch.dtype | None = None, caching: bool = False) -> Iterator[None]:
+    """Run a block with casts on or off, by ``torch.autocast``, which is all that torch.compile can trace."""
     devices = device_types()
-    first, last = devices[0], devices[-1]
     with (
-        torch.autocast(first, dtype=dtype, enabled=on[first], cache_enabled=caching),
-        torch.autocast(last, dtype=dtype, enabled=on[last], cache_enabled=caching),
+        torch.autocast(devices[0], dtype=dtype, enabled=on, cache_enabled=caching),
+        torch.autocast(devices[-1], dtype=dtype, enabled=on, cache_enabled=caching),
     ):
         yield
-
-
-def _traced_off() -> contextlib.AbstractContextManager[None]:
-    return traced(dict.fromkeys(device_types(), False), None, caching=False)
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
@@ -213,10 +208,10 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
         >>> mpinit.undo(model)
     """
     # The cache is switched off too: that is how a model's forward sees that the user switched casts off.
-    return _traced_off() if torch.compiler.is_compiling() else CastsAs(caching=False)
+    return traced(False) if torch.compiler.is_compiling() else CastsAs(caching=False)
 
 
 def call_without_casts(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function with all casts off; torch.compile can trace the call."""
-    with _traced_off() if torch.compiler.is_compiling() else CastsAs():
+    with traced(False) if torch.compiler.is_compiling() else CastsAs():
         return function(*args, **kwargs)
