@@ -3,7 +3,7 @@
 import contextlib
 import runpy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..basics.wrappers import iter_unwrapped
+from ..optimizer.members import parameters_of
 
 
 class _FirstStepsError(BaseException):
@@ -43,7 +44,7 @@ def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Modul
         is_second = optimizer in stepping
         stepping.setdefault(optimizer)
         trained = {p for module in called for p in module.parameters() if p.requires_grad}
-        if is_second or trained <= _stepped(stepping):
+        if is_second or trained <= set(parameters_of(stepping)):
             raise _FirstStepsError
 
     hooks = [
@@ -71,16 +72,12 @@ def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Modul
     return _model_of(list(stepping), list(called), path), list(stepping)
 
 
-def _stepped(optimizers: Iterable[Optimizer]) -> set[torch.Tensor]:
-    return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
 def _model_of(optimizers: Sequence[Optimizer], called: Sequence[nn.Module], path: str) -> nn.Module:
     """Return the module with the optimizers' parameters; several, as of a GAN, in a ModuleDict.
 
     Of several modules with the most of the parameters it is the first that was called.
     """
-    missing, found = _stepped(optimizers), dict[str, nn.Module]()
+    missing, found = set(parameters_of(optimizers)), dict[str, nn.Module]()
     while any(counts := [len(missing.intersection(module.parameters())) for module in called]):
         *_, module = iter_unwrapped(called[counts.index(max(counts))])
         missing -= set(module.parameters())

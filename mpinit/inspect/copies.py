@@ -20,6 +20,7 @@ from ..autocast.thread_flags import device_types
 from ..basics.trees import tensors_in
 from ..config.plan import CastPolicy
 from ..initialization import start
+from ..optimizer.members import parameters_of
 from ..session import Session
 
 
@@ -124,7 +125,7 @@ def as_initialized(model: nn.Module, session: Session, copied: nn.Module) -> Ite
     copies = dict(zip(model.modules(), copied.modules(), strict=True))
     # Only weights of an optimizer have masters. SGD replaces the optimizers: any makes masters, and a weight keeps its
     # master where the optimizer was freed.
-    stepped = {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
+    stepped = set(parameters_of(session.optimizers))
     pairs = zip(model.parameters(), copied.parameters(), strict=True)
     trained = [own for p, own in pairs if p in stepped or session.view.master_of(p) is not None]
     optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
