@@ -68,7 +68,10 @@ class Float32Copies:
 
 
 class _ModuleCopies(OfModule):
-    """A module's ``__deepcopy__``; its method :meth:`reduce` is the module's ``__reduce_ex__``."""
+    """A module's ``__deepcopy__``.
+
+    Its method :meth:`reduce` is the module's ``__reduce_ex__``, and :meth:`convert` its ``_apply``.
+    """
 
     __slots__ = ("copies",)
 
@@ -96,6 +99,12 @@ class _ModuleCopies(OfModule):
                 tensors[name] = None if tensor is None else self.copies.in_pickle(tensor)  # type: ignore[assignment]
         plain._forward_pre_hooks = _HooksOfShallowCopy(plain._forward_pre_hooks)
         return plain.__reduce_ex__(protocol)
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Do what ``.float()``, ``.half()``, ``.to(...)`` and similar methods call, unless it changes dtypes."""
+        _check_conversion(self.module, fn)
+        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return converted
 
     def _plain(self) -> nn.Module:
         """Return an object of the module's class with its attributes, but without those of mpinit."""
@@ -188,15 +197,6 @@ def _is_ours(hook: Any) -> bool:
     return str(kind.__module__).partition(".")[0] == _PACKAGE
 
 
-class Conversion(OfModule):
-    """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and similar methods all call."""
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        _check_conversion(self.module, fn)
-        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        return converted
-
-
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Refuse to change the dtype of tensors with masters, or to replace them by other parameters."""
     tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
@@ -233,11 +233,13 @@ def set_methods(modules: Iterable[nn.Module], copies: Float32Copies, refuses_con
         own = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its copies are made in C++
-        if _DEEPCOPY not in own:
-            method = own[_DEEPCOPY] = _ModuleCopies(module, copies)
-            own.setdefault(_REDUCE, method.reduce)
-        if refuses_conversion:
-            own.setdefault(_APPLY, Conversion(module))
+        if _DEEPCOPY not in own or refuses_conversion:
+            method = _ModuleCopies(module, copies)
+            if _DEEPCOPY not in own:
+                own[_DEEPCOPY] = method
+                own.setdefault(_REDUCE, method.reduce)
+            if refuses_conversion:
+                own.setdefault(_APPLY, method.convert)
 
 
 def set_on_optimizer(optimizer: Optimizer, copies: Float32Copies, undos: UndoStack) -> None:
@@ -252,7 +254,7 @@ def remove_methods(module: nn.Module) -> None:
     """Remove the methods of :func:`set_methods` from a module."""
     own = vars(module)
     for name in (_DEEPCOPY, _REDUCE, _APPLY):
-        if isinstance(getattr(own.get(name), "__self__", own.get(name)), (_ModuleCopies, Conversion)):
+        if isinstance(getattr(own.get(name), "__self__", own.get(name)), _ModuleCopies):
             del own[name]
 
 

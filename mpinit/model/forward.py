@@ -42,6 +42,20 @@ _NOTE: Final = (
 )
 
 
+_SCRIPTS: Final = (
+    "torch.jit.script compiles source, and would omit the casts around {0}.forward, which mpinit.initialize put there: "
+    "use torch.jit.trace or torch.export.export, which record them, or call mpinit.undo on the model first"
+)
+_REPLICATES: Final = (
+    "torch.nn.DataParallel makes copies of {0} in every forward, and they would omit the casts around {0}.forward, "
+    "which mpinit.initialize put there: use DistributedDataParallel with a process for each device, or call "
+    "mpinit.undo on the model first"
+)
+
+
+_ON_REPLICA, _ON_SCRIPT = "_replicate_for_data_parallel", "__prepare_scriptable__"
+
+
 class _Absent:
     """The default of an argument that was not passed: a class, which cloudpickle and dill pickle by its name."""
 
@@ -101,11 +115,6 @@ class PatchedForward(OfModule):
     def cast_inside(self) -> None:
         """Cast inputs for callers inside of the model, too, whose code makes float32 tensors."""
         self.casts_inside, self.is_direct = True, False
-
-    def compute_in_float32(self) -> None:
-        """Compute in float32, and return float32, whoever calls."""
-        self.computes = True
-        self.cast_inside()
 
     @property
     def run(self) -> types.MethodType:
@@ -191,6 +200,14 @@ class PatchedForward(OfModule):
         method: Callable[..., Any] = getattr(type(module), self.name)
         return partial(method, module)
 
+    def refuse_script(self) -> None:
+        """Refuse torch.jit.script, which calls ``__prepare_scriptable__``."""
+        raise RuntimeError(_SCRIPTS.format(type(self.module).__name__))
+
+    def refuse_replica(self) -> None:
+        """Refuse DataParallel, which calls ``_replicate_for_data_parallel``."""
+        raise RuntimeError(_REPLICATES.format(type(self.module).__name__))
+
     def __reduce__(self) -> Any:
         """Copy a wrapper of the user's around this method with the method that is inside of this one."""
         return _without_casts, (self.module, self.name, self.inner)
@@ -229,39 +246,15 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-# A patched module, the attributes that were set on it, and the attributes of these names before. The references are
-# weak, because the patch keeps the session alive, and the session has this list.
-_Patched = tuple[weakref.ref[nn.Module], dict[str, weakref.ref[Any]], dict[str, Any]]
+# A patch, and the attributes that its module had before. The reference is weak, because the patch keeps the session
+# alive, and the session has this list.
+_Patched = tuple[weakref.ref[PatchedForward], dict[str, Any]]
 
 
 def patched_forward(method: Any) -> PatchedForward | None:
     """Return the object that :attr:`PatchedForward.run` is bound to; None for any other method."""
-    owner = method.__self__ if type(method) is types.MethodType else None
-    return owner if isinstance(owner, PatchedForward) else None
-
-
-_SCRIPTS: Final = (
-    "torch.jit.script compiles source, and would omit the casts around {0}.forward, which mpinit.initialize put there: "
-    "use torch.jit.trace or torch.export.export, which record them, or call mpinit.undo on the model first"
-)
-_REPLICATES: Final = (
-    "torch.nn.DataParallel makes copies of {0} in every forward, and they would omit the casts around {0}.forward, "
-    "which mpinit.initialize put there: use DistributedDataParallel with a process for each device, or call "
-    "mpinit.undo on the model first"
-)
-
-
-class _Refuse(OfModule):
-    """A method of a module that is refused."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, module: nn.Module, text: str) -> None:
-        self._module = weakref.ref(module)
-        self.text = text
-
-    def __call__(self) -> nn.Module:
-        raise RuntimeError(self.text.format(type(self.module).__name__))
+    is_bound = type(method) is types.MethodType and isinstance(method.__self__, PatchedForward)
+    return method.__self__ if is_bound and method.__func__.__code__ is _run.__code__ else None
 
 
 def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: object, undos: UndoStack) -> Boundary:
@@ -305,24 +298,17 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
             # With "model" its parameters are float32, and no cast replaces them.
             weights = None if float32_casts is None else ForwardWeights(module, float32_casts)
             forward = PatchedForward(module, computing, name, is_part, weights)
-            forward.compute_in_float32()
+            forward.computes = True
+            forward.cast_inside()
         else:
             weights = None if weight_casts is None or is_kept else ForwardWeights(module, weight_casts)
             forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
         forward.owner = owner
-        ours = {
-            name: forward.run,
-            # The first is called by DataParallel, the second by torch.jit.script.
-            "_replicate_for_data_parallel": _Refuse(module, _REPLICATES),
-            "__prepare_scriptable__": _Refuse(module, _SCRIPTS),
-        }
+        ours = {name: forward.run, _ON_REPLICA: forward.refuse_replica, _ON_SCRIPT: forward.refuse_script}
         attributes = vars(module)
-        before: dict[str, Any] = {}
-        for own in ours:
-            if own in attributes:
-                before[own] = attributes[own]
-        references = dict(zip(ours, map(weakref.ref, ours.values()), strict=True))
-        patched.append((weakref.ref(module), references, before))
+        # Without those of an earlier patch, which would keep the session alive.
+        own = [each for each in ours if each in attributes and (each == name or not _is_patch(attributes[each]))]
+        patched.append((weakref.ref(forward), {each: attributes[each] for each in own}))
         attributes.update(ours)
 
     models = set(selection.index.models)
@@ -344,22 +330,22 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
     return cast
 
 
+def _is_patch(method: Any) -> bool:
+    return isinstance(getattr(method, "__self__", None), PatchedForward)
+
+
 def _revert(patched: list[_Patched]) -> None:
     """Put back the attributes that modules had before, except where another patch has been added since."""
     while patched:
-        known, ours, before = patched[-1]
-        module = known()
-        for name, reference in ours.items():
-            own = reference()
-            if own is None:
-                continue
-            forward = patched_forward(own)
-            if forward is not None:
-                forward.owner = None
-            attributes = {} if module is None else vars(module)
-            if attributes.get(name) is own:
-                if name in before:
-                    attributes[name] = before[name]
-                else:
+        known, before = patched[-1]
+        forward = known()
+        module = None if forward is None else forward._module()
+        if forward is not None:
+            forward.owner = None
+        if forward is not None and module is not None:
+            attributes = vars(module)
+            for name in (forward.name, _ON_REPLICA, _ON_SCRIPT):
+                if getattr(attributes.get(name), "__self__", None) is forward:
                     del attributes[name]
+                    attributes.update({name: before[name]} if name in before else {})
         patched.pop()
