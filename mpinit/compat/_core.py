@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from .. import amp, initialization, registry
 from ..autocast.installation import REGISTERED
+from ..config import reading
 from ..optimizer.gradients import any_of
 from ..scaling.scaler import LossScaler
 
 # session_of returns the live session of a model or an optimizer, or None; live_sessions lists all, oldest first.
 start = initialization.start
+resolve = reading.resolve
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler

@@ -115,14 +115,10 @@ def find_real_apex() -> ModuleSpec | None:
         # The bootstrap directory has mpinit's own apex.py.
         path = [entry for entry in sys.path if entry != BOOTSTRAP] if finder is PathFinder else None
         spec = finder.find_spec(NAME, path)
-        if spec is not None and _is_nvidias(spec):
+        places = [] if spec is None else spec.submodule_search_locations or []
+        if any(Path(place, part).is_dir() for place in places for part in _REAL_PARTS):
             return spec
     return None
-
-
-def _is_nvidias(spec: ModuleSpec) -> bool:
-    places = spec.submodule_search_locations or ()
-    return any(Path(place, part).is_dir() for place in places for part in _REAL_PARTS)
 
 
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"

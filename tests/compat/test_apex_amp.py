@@ -180,6 +180,16 @@ def test_one_loss_over_optimizers_of_two_initialize_calls(level: str, bad: int |
         assert moved(apart, [values(model) for model in together]) == [False, False]
 
 
+def test_a_second_initialize_that_is_refused_ends_no_session() -> None:
+    model = linear(0)
+    optimizer = sgd(model)
+    face.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(ValueError, match="loss_scale"):
+        face.initialize(model, sgd(model), opt_level="O2", loss_scale="dynamc")
+    assert model.weight.dtype == torch.float16
+    iterate(mean(model), [optimizer])
+
+
 def test_a_model_without_an_optimizer_changes_no_scaler() -> None:
     model = linear(0)
     optimizer = sgd(model)

@@ -261,7 +261,7 @@ FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap"
 SHORT_LIST = {"amp"}
 # And these, which one module takes for all of them: which session an object belongs to, what its scalers are, and how
 # DistributedDataParallel averages in float32; and the key of a checkpoint that is no scaler.
-CORE = {"amp", "autocast.installation", "registry", "scaling.scaler", "optimizer.gradients", "initialization"}
+CORE = {"amp", "autocast.installation", "registry", "scaling.scaler", "optimizer.gradients", "initialization", "config"}
 
 
 def taken(path: Path) -> set[str]:

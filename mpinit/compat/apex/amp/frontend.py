@@ -62,6 +62,7 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. "
             "The prefix O is the letter O, not the number zero"
         )
+    _core.resolve(opt_level, keywords)  # arguments that are refused end no session
     many, own = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (models, optimizers))
     own = [optimizer for optimizer in own if optimizer is not None]
     _end_earlier_sessions(many, own)

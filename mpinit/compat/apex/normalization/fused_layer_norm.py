@@ -53,12 +53,7 @@ class FusedLayerNorm(_Norm, nn.LayerNorm):
 
 
 class FusedRMSNorm(_Norm, nn.RMSNorm):
-    """``torch.nn.RMSNorm`` with apex's arguments; input and weight may differ in dtype.
-
-    Args:
-        normalized_shape, eps, elementwise_affine: as in ``torch.nn.RMSNorm``.
-        memory_efficient: accepted; torch keeps what its backward needs.
-    """
+    """``torch.nn.RMSNorm`` with the arguments of :class:`FusedLayerNorm`; input and weight may differ in dtype."""
 
     _function = staticmethod(F.rms_norm)
 
