@@ -46,6 +46,7 @@ _WAYS: Final = {
 }
 _DTYPE: Final = attrgetter("dtype")
 _SHAPE: Final = attrgetter("shape")
+_LAYOUT: Final = attrgetter("shape", "dtype")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _HOOKS: Final = attrgetter("_backward_hooks")
 _LATER_HOOKS: Final = attrgetter("_post_accumulate_grad_hooks")
@@ -147,11 +148,9 @@ class Float32Block:
             if id(tensor) not in made:
                 made[id(tensor)] = self._widened(tensor)
         others = [(table, name, tensor, made[id(tensor)]) for table, name, tensor in slots.others]
-        tensors, wide = (
-            [*slots.tensors, *[place[2] for place in others]],
-            [*slots.wide, *[place[3] for place in others]],
-        )
-        self._shapes = [*slots.shapes, *[place[2].shape for place in others]]
+        tensors = slots.tensors + [place[2] for place in others]
+        wide = slots.wide + [place[3] for place in others]
+        self._shapes = slots.shapes + [place[2].shape for place in others]
         self._requires_grad = list(map(_REQUIRES_GRAD, tensors))
         if others or self._requires_grad != slots.requires_grad:
             for tensor, each in zip(tensors, wide, strict=True):
@@ -200,15 +199,11 @@ class Float32Block:
                 back.add(id(tensor))
                 self._bring_back(tensor, wide, replaced.get(id(wide), wide))
         if slots.batch is not None:
-            if data_ptrs(slots.masters) != slots.addresses:  # the user's code has set data, to numbers that are its own
+            if faults or data_ptrs(slots.masters) != slots.addresses:
                 for parameter, memory in zip(slots.masters, slots.memory, strict=True):
-                    if parameter.data_ptr() != memory.data_ptr():
-                        if parameter.shape == memory.shape:
-                            memory.copy_(parameter)
-                        set_data(parameter, memory)
+                    _put_back(parameter, memory)
             slots.batch.write()
-        self._slots, self._casts.narrow, self._inside = None, {}, None
-        self._modules, self._places, self._tensors, self._wide = [], [], [], []
+        self._slots, self._casts.narrow = None, {}
         _rebuild_rnns(rnns)
         if faults:
             tensor, fault = next(iter(faults.values()))
@@ -281,6 +276,14 @@ class Float32Block:
                 tensor.copy_(rounded)
             self._casts.load(tensor, present)
         TENSOR_DATA.__set__(wide, torch.empty(0, dtype=wide.dtype, device=wide.device))
+
+
+def _put_back(parameter: torch.Tensor, memory: torch.Tensor) -> None:
+    """Put the master's memory back where user code has set ``data``, with its numbers if they have this shape."""
+    if parameter.data_ptr() != memory.data_ptr() and parameter.shape == memory.shape:
+        memory.copy_(parameter)
+    if (parameter.data_ptr(), *_LAYOUT(parameter)) != (memory.data_ptr(), *_LAYOUT(memory)):
+        set_data(parameter, memory)
 
 
 def _fault(tensor: torch.Tensor, wide: Any) -> str:

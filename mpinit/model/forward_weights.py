@@ -210,22 +210,14 @@ class _Layout:
         self.casts: list[torch.Tensor] = []
         self.seen: list[int] = []
         self.generation = -1
-        self._seen = Tables(self.below, "_modules", "_parameters")
-        self._first = _entries_of(modules[:1])
+        self._tables = Tables(modules, "_modules", "_parameters")
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
         self._dtypes = list(map(_DTYPE, self._tensors))
 
     def is_current(self, module: nn.Module) -> bool:
         """Return whether no module or parameter was added, removed or replaced."""
-        if not are_same(_entries_of([module]), self._first):
-            return False
-        return self._seen.are_as_seen(self.below) and list(map(_DTYPE, self._tensors)) == self._dtypes
-
-
-def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """List the names and members of modules, and their parameters."""
-    tables = [table for module in modules for table in (module._modules, module._parameters)]
-    return [part for table in tables for part in (*table, *table.values())]
+        is_same = self._tables.are_as_seen([module, *self.below])
+        return is_same and list(map(_DTYPE, self._tensors)) == self._dtypes
 
 
 class _ActiveCasts:

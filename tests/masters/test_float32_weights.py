@@ -332,6 +332,10 @@ def reshape(model: nn.Module) -> None:
     model[0].weight.data = torch.zeros(3)
 
 
+def cut(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data[:1]
+
+
 CHANGES: dict[Callable[[nn.Module], None], str] = {
     exchange: "was replaced",
     tie: "was put into another place",
@@ -344,6 +348,7 @@ CHANGES: dict[Callable[[nn.Module], None], str] = {
     hook: "has hooks",
     set_gradient: "has a gradient",
     reshape: "has other memory",
+    cut: "has other memory",
 }
 
 
