@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cast_samples import KEYWORDS, ROWS, Make, sample
+from cast_samples import ROWS, Make, keywords, sample
 from casts import BF16, FP32, HALF, o1_plan
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -53,9 +53,9 @@ def names_of(cast: Cast) -> list[tuple[CastRow, str]]:
 def calling(names: list[str]) -> Callable[[list[tuple[Any, ...]]], list[Any]]:
     """A function whose source calls every name in turn, as a user's would."""
     calls = "\n".join(
-        f"    out.append({name}(*args[{index}], **keywords.get('{name}', {{}})))" for index, name in enumerate(names)
+        f"    out.append({name}(*args[{index}], **keywords[{index}]))" for index, name in enumerate(names)
     )
-    scope: dict[str, Any] = {"torch": torch, "keywords": KEYWORDS}
+    scope: dict[str, Any] = {"torch": torch, "keywords": [*map(keywords, names)]}
     exec(f"def call(args):\n    out = []\n{calls}\n    return out", scope)
     return scope["call"]  # type: ignore[no-any-return]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import simulated_device
 import torch
-from cast_samples import KEYWORDS, SAMPLES, Make, resolve, sample
+from cast_samples import SAMPLES, Make, keywords, resolve, sample
 from casts import BF16, FP32, HALF, StartCasts
 from session_device import device
 from torch.utils._pytree import tree_leaves
@@ -99,7 +99,7 @@ def follows(row: CastRow, name: str, device: str, lower: torch.dtype) -> None:
             with pytest.raises(NotImplementedError):
                 resolve(name)(*sample(row.name, name)(make))
             continue
-        outputs = floating(resolve(name)(*sample(row.name, name)(make), **KEYWORDS.get(name, {})))
+        outputs = floating(resolve(name)(*sample(row.name, name)(make), **keywords(name, device)))
         used = given if len(make.made) > 1 else given[:1]
         assert [output.dtype for output in outputs] == [expected(row, lower, used)] * len(outputs), (name, given)
         assert outputs

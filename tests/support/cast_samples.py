@@ -222,8 +222,9 @@ SAMPLES: dict[str, Sample] = {
 }
 
 
-# What a function takes by keyword alone, beside its sample.
-KEYWORDS: dict[str, dict[str, Any]] = {"torch.segment_reduce": {"lengths": torch.tensor([3])}}
+def keywords(name: str, device: str = "cpu") -> dict[str, Any]:
+    """What a dotted name takes by keyword alone, beside its sample."""
+    return {"lengths": torch.tensor([3], device=device)} if name == "torch.segment_reduce" else {}
 
 
 def sample(row: str, name: str) -> Sample:
