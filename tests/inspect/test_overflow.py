@@ -215,7 +215,7 @@ def test_infinite_intermediate_of_a_backward_formula_is_no_fault(harmless: Any, 
     assert watch.first is None and str(watch).startswith("no overflow in this batch: ")
 
 
-def test_a_batch_without_overflow_tells_of_a_scale_that_went_down() -> None:
+def test_a_batch_without_overflow_tells_of_a_lowered_scale() -> None:
     model, optimizer = started(loss_scale="dynamic")
     iterate(mse(model, BATCH), optimizer)
     with mpinit.watch_overflow(model) as watch:
