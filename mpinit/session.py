@@ -230,7 +230,7 @@ class Session:
             is_o1 = self.properties.patch_torch_functions is True
             if is_o1 and thread_state.value.has_later_block():
                 raise RuntimeError(_IN_BLOCK)
-            reshard([module for model in self.models for module in modules_of(model)])
+            reshard(modules_of(*self.models))
             # On the stack, which runs the other undos even if one of these raises.
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for p in self.members.parameters()}

@@ -39,7 +39,7 @@ class SessionView:
         """Return the ids of the models' tensors that are float32 now, and 16-bit in forwards."""
         session = self._session
         found = set(session.casts.narrow)
-        for module in {module for model in session.models for module in modules_of(model)}:
+        for module in modules_of(*session.models):
             for patched in filter(None, map(forward.patched_forward, vars(module).values())):
                 found.update(map(id, [] if patched.weights is None else patched.weights.parameters()))
         return found

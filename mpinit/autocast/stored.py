@@ -33,10 +33,8 @@ def wrap(models: Sequence[nn.Module]) -> Undo:
 
 
 def _replace(models: Sequence[nn.Module], other: Callable[[Any], Any]) -> None:
-    for model in models:
-        for module in modules_of(model):
-            attributes = vars(module)
-            if not _FUNCTIONS.isdisjoint(map(type, attributes.values())):
-                for name, value in attributes.items():
-                    if type(value) in _FUNCTIONS and (function := other(value)) is not None:
-                        attributes[name] = function
+    for attributes in map(vars, modules_of(*models)):
+        if not _FUNCTIONS.isdisjoint(map(type, attributes.values())):
+            for name, value in attributes.items():
+                if type(value) in _FUNCTIONS and (function := other(value)) is not None:
+                    attributes[name] = function

@@ -1,6 +1,6 @@
 """Walks over the modules and tensors of models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """List ``model.modules()`` in a third of its time; torch makes a generator for each module."""
-    found: dict[nn.Module, None] = {model: None}
-    pending = [iter(model._modules.values())]
+def modules_of(*models: nn.Module) -> list[nn.Module]:
+    """List ``model.modules()``, each once, in a third of its time; torch makes a generator for each module."""
+    found: dict[nn.Module, None] = {}
+    pending: list[Iterator[nn.Module | None]] = [iter(models)]
     while pending:
         for module in pending[-1]:
             if module is not None and module not in found:

@@ -67,8 +67,7 @@ class Wrappers:
         self._parameters, self._changed = set(parameters), set(changed)
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._older: weakref.WeakSet[Any] = weakref.WeakSet()
-        for model in models:
-            self._older.update([module for module in modules_of(model) if _is_ddp(module)])
+        self._older.update([module for module in modules_of(*models) if _is_ddp(module)])
         for wrapper in [each for each in _CALLED if self._is_around(each)]:
             _CALLED.discard(wrapper)
 

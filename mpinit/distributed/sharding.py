@@ -157,7 +157,7 @@ def model_parameters(models: Sequence[nn.Module]) -> dict[nn.Parameter, None]:
     FSDP may keep parameters gathered from a forward until the backward pass has ended. Until then the modules have
     other parameters than the optimizer, and the unreduced gradients are in these.
     """
-    modules = [module for model in models for module in modules_of(model)]
+    modules = modules_of(*models)
     found = {p: None for module in modules for p in module._parameters.values() if p is not None}
     if not is_distributed():
         return found

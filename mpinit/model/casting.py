@@ -272,4 +272,4 @@ def rebuild_flat_weights(modules: Collection[nn.Module]) -> None:
 
 def rebuild_flat_weights_of(models: Sequence[nn.Module]) -> None:
     """Do the same as :func:`rebuild_flat_weights` for all modules that models have by now."""
-    rebuild_flat_weights(dict.fromkeys(module for model in models for module in modules_of(model)))
+    rebuild_flat_weights(modules_of(*models))

@@ -260,6 +260,5 @@ def remove_methods(module: nn.Module) -> None:
 
 def remove_all(models: Iterable[nn.Module]) -> None:
     """Remove the methods from all modules of models."""
-    for model in models:
-        for module in modules_of(model):
-            remove_methods(module)
+    for module in modules_of(*models):
+        remove_methods(module)

@@ -128,13 +128,10 @@ class Float32Block:
         self._requires_grad: list[bool] = []
         self._shapes: list[torch.Size] = []
 
-    def _present_modules(self) -> list[nn.Module]:
-        return list({module: None for model in self._models for module in modules_of(model)})
-
     @torch.no_grad()
     def enter(self) -> None:
         """Put float32 tensors into all modules."""
-        modules, masters = self._present_modules(), self._casts.masters
+        modules, masters = modules_of(*self._models), self._casts.masters
         slots: Slots | None = masters.kept_slots
         if slots is None or not slots.are_current(modules):
             slots = masters.kept_slots = Slots(modules, self._casts)
@@ -188,7 +185,7 @@ class Float32Block:
         rnns = [modules[index] for index in slots.rnns]
         if not self._has_only_values(slots):
             self._casts.masters.kept_slots = None
-            rnns = modules = self._present_modules()
+            rnns = modules = modules_of(*self._models)
             self._find_faults(modules, faults, replaced)
         for table, name, tensor, _ in places:
             if name in table:
@@ -214,7 +211,7 @@ class Float32Block:
         tensors, wide, modules, inside = self._tensors, self._wide, self._modules, self._inside
         hooks = chain.from_iterable(map(dict.values, filter(None, map(_HOOKS, wide))))
         return (
-            are_same(self._present_modules(), modules)
+            are_same(modules_of(*self._models), modules)
             and inside is not None
             and inside.are_as_seen(modules)
             and (not slots.have_versions or versions_of(tensors) == self._versions)

@@ -137,7 +137,7 @@ class Ranks:
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
-            own = {id(part) for model in self._members.models for part in modules_of(model)}
+            own = set(map(id, modules_of(*self._members.models)))
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
         elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._is_of_models(module):
@@ -186,9 +186,7 @@ class Ranks:
         if scaler.is_identity:
             return
         if self._fsdp_groups is None:  # listed once: fully_shard is called before initialize
-            self._fsdp_groups = groups_of_fsdp(
-                [module for model in self._members.models for module in modules_of(model)]
-            )
+            self._fsdp_groups = groups_of_fsdp(modules_of(*self._members.models))
         if keep_gradients(self._fsdp_groups):
             raise RuntimeError(_UNREDUCED)
 
