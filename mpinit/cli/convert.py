@@ -117,7 +117,7 @@ def _with_steps(value: Any, place: str, changes: list[str]) -> Any:
         steps = {index: group["step"] for group in groups for index in group["params"] if state.get(index)}
         lacking = [index for index in steps if "step" not in state[index]]
         for index in lacking:
-            state[index] = {**state[index], "step": torch.tensor(float(steps[index]), device="cpu")}
+            state[index] = {**state[index], "step": torch.tensor(steps[index], dtype=torch.float32, device="cpu")}
         if lacking:
             changes.append(f"{place}: the step in the groups copied to {counted(len(lacking), 'parameter')}")
         return {**value, "state": state}
