@@ -7,8 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -26,8 +25,7 @@ _MARK: Final = "+mpinit"
 _SUMS_ONLY: Final = "sums"
 
 
-@dataclass(frozen=True)
-class Registration:
+class Registration(NamedTuple):
     """A function registered by name: its namespace, its name there, and how its arguments are cast."""
 
     owner: Any
@@ -123,7 +121,12 @@ class Installation:
             self._set(owner, attribute, renamed(FLOAT32_SUMS[name](original), original, name))
         if not casting:
             return
-        _keep_casts_out_of_backward(self._undos)
+        # With casts on, the backward of operations that ran in float32 would compute in 16 bits. Both backward() and
+        # torch.autograd.grad call the engine. After it casts are on again, for a graph of create_graph=True.
+        autograd: Any = torch.autograd
+        engine = autograd._engine_run_backward
+        off = functools.wraps(engine)(without_casts(engine))
+        self._undos.set_attribute(autograd, "_engine_run_backward", off)
         encoder_fast_path.keep_off(is_on, self._undos)
         cpu_autocast_list.follow_cuda(self._undos)
         # All sessions share torch's functions: if one has apex's policy, it applies to all.
@@ -171,17 +174,6 @@ def _registered_wrapper(registration: Registration) -> Any:
     if isinstance(attribute, (staticmethod, classmethod)):
         return type(attribute)(user_wrapper(registration.cast, attribute.__func__))
     return user_wrapper(registration.cast, attribute)
-
-
-def _keep_casts_out_of_backward(undos: UndoStack) -> None:
-    """Switch casts off while autograd's engine runs, in ``backward()`` and ``torch.autograd.grad``.
-
-    With casts on, the backward of operations that ran in float32 would compute in 16 bits. Casts are on again when the
-    call returns, so that a graph made by ``create_graph=True`` is used with them.
-    """
-    name = "_engine_run_backward"  # both functions call it, however they were imported
-    original = getattr(torch.autograd, name)
-    undos.set_attribute(torch.autograd, name, functools.wraps(original)(without_casts(original)))
 
 
 def _mark_compile_caches(undos: UndoStack) -> None:
