@@ -181,16 +181,20 @@ def warn_about_small_eps(index: ModelIndex, float32_modules: Container[nn.Module
         )
 
 
-def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module]) -> None:
+def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module], has_16_bit_weights: bool) -> None:
     """Warn once of recurrent modules, which add to their state in bfloat16."""
     entries: dict[str, list[str]] = {}
     for kind, keyword in _STATES.items():
         if any(isinstance(module, kind) and module not in float32_modules for module in index.names):
-            entries.setdefault(keyword, []).append(f"torch.nn.{kind.__name__}")
+            # At O4 weights are float32 already.
+            entries.setdefault(keyword if has_16_bit_weights else "compute_fp32", []).append(
+                f"torch.nn.{kind.__name__}"
+            )
     if entries:
         kinds = ", ".join(name for names in entries.values() for name in names)
         keywords = " and ".join(f"{keyword}=[{', '.join(names)}]" for keyword, names in entries.items())
-        more = ", whose output is float32: cast it where 16-bit layers use it" if "compute_fp32" in entries else ""
+        needs_cast = has_16_bit_weights and "compute_fp32" in entries
+        more = ", whose output is float32: cast it where 16-bit layers use it" if needs_cast else ""
         warn_user(
             f"the state of {kinds} is bfloat16, in which a sum of ones stops at 256 and a change of a number by less "
             "than 0.4 % is lost: after some hundred steps it may be wrong by tens of percent. To have it in float32, "

@@ -328,26 +328,19 @@ def last_states(make: Callable[[], nn.Module], level: str, keywords: dict[str, A
     return found, plain(x)[1]
 
 
+@pytest.mark.parametrize("level", ["O4", "O5"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_state_in_bfloat16_is_warned_of_and_its_entry_is_right(name: str) -> None:
+def test_a_state_in_bfloat16_is_warned_of_and_its_entry_is_right(name: str, level: str) -> None:
     make, entry = NETWORKS[name]
+    if level == "O4":
+        entry = {"compute_fp32": [getattr(nn, name)]}
     keyword = next(iter(entry))
     with pytest.warns(UserWarning, match=rf"torch\.nn\.{name} is bfloat16.*{keyword}=\[torch\.nn\.{name}\]"):
-        found, exact = last_states(make, "O5", {})
+        found, exact = last_states(make, level, {})
     assert (found - exact).norm() > 0.05 * exact.norm(), "18 % (LSTM), 8 % (GRU), 36 % (RNN)"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, exact = last_states(make, "O5", entry)
-    assert (found - exact).norm() < 0.003 * exact.norm()
-
-
-@pytest.mark.parametrize(("name", "function"), [("LSTM", "lstm"), ("GRU", "gru"), ("LSTMCell", "lstm_cell")])
-def test_a_state_at_o4_is_float32_with_a_float_function(name: str, function: str) -> None:
-    make, _ = NETWORKS[name]
-    found, exact = last_states(make, "O4", {})
-    assert (found - exact).norm() > 0.05 * exact.norm()
-    mpinit.register_float_function(torch._VF, function)
-    found, exact = last_states(make, "O4", {})
+        found, exact = last_states(make, level, entry)
     assert (found - exact).norm() < 0.003 * exact.norm()
 
 
