@@ -63,6 +63,18 @@ def test_the_way_out_works(level: str) -> None:
         mpinit.undo(model)
 
 
+def test_a_layer_after_compute_fp32_has_the_way_out() -> None:
+    for keyword in ("compute_fp32", "keep_fp32"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        mpinit.initialize(model, opt_level="O5", **{keyword: ["1"]})
+        if keyword == "compute_fp32":
+            with pytest.raises(RuntimeError, match="dtype") as raised:
+                model(torch.randn(2, 4))
+            assert "compute_fp32, it returns float32" in raised.value.__notes__[0]
+        else:
+            assert model(torch.randn(2, 4)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_other_errors_have_no_note(level: str) -> None:
     def refuse(x: Tensor) -> Tensor:
