@@ -32,14 +32,14 @@ from .writes import Writes
 # Torch's and NumPy's words where dtypes do not match, or where a function has no 16-bit kernel.
 _DTYPES: Final = re.compile(r"\bd?types?\b|type promoting|ScalarType|\b(Complex)?Half\b|\bBFloat16\b", re.IGNORECASE)
 _NOTE: Final = (
-    "mpinit: forward of {} runs in {}. Where its own code needs float32 (a function without a 16-bit kernel, a tensor "
-    "that it makes itself), name that module in mpinit.initialize(keep_fp32=[...]), or use opt_level='O1' or 'O4', "
-    "which cast in functions. Where a module is named in compute_fp32, it returns float32 to the layers after it: name "
-    "it in keep_fp32, and it returns 16 bits. Where a method besides forward was called, name it in entry_points=[...], so that its "
-    "inputs and outputs are cast. Where forward computes the loss too, initialize the parts that have the weights, "
-    "mpinit.initialize(model.layers, optimizer): the loss is float32 then. Where an input is an object with tensors in "
-    "it, mpinit.register_input its class. Where a module was put into the model after mpinit.initialize, call .to({}) "
-    "on it, and optimizer.add_param_group."
+    "mpinit: forward of {} runs in {}. Where its own code needs float32 (a function without a 16-bit kernel, a tensor"
+    " that it makes itself), name that module in mpinit.initialize(keep_fp32=[...]), or use opt_level='O1' or 'O4', "
+    "which cast in functions. Where a module is named in compute_fp32, it returns float32 to the layers after it: "
+    "name it in keep_fp32, and it returns 16 bits. Where a method besides forward was called, name it in "
+    "entry_points=[...], so that its inputs and outputs are cast. Where forward computes the loss too, initialize the"
+    " parts that have the weights, mpinit.initialize(model.layers, optimizer): the loss is float32 then. Where an "
+    "input is an object with tensors in it, mpinit.register_input its class. Where a module was put into the model "
+    "after mpinit.initialize, call .to({}) on it, and optimizer.add_param_group."
 )
 
 
