@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,17 @@ def test_a_composed_loss_that_a_model_keeps_is_float32() -> None:
     pickle.loads(pickle.dumps(model))
     mpinit.undo(model)
     assert model.loss is F.gaussian_nll_loss
+
+
+def test_composed_losses_bound_before_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = types.ModuleType("users")
+    vars(module).update(__file__="/home/users.py", mine=F.gaussian_nll_loss, right=F.cross_entropy)
+    monkeypatch.setitem(sys.modules, "users", module)
+    with caplog.at_level("WARNING", "mpinit"):
+        mpinit.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+    assert [record.getMessage().partition(" was imported")[0] for record in caplog.records] == ["users.mine"]
 
 
 def test_losses_of_an_o1_model_beside_it_are_as_by_itself() -> None:
