@@ -2,13 +2,13 @@
 
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 
 Function = Callable[..., None]
-# A function, the arguments of a call, and which of these it writes to.
-Sample = tuple[Function, Sequence[torch.Tensor], Sequence[int]]
+_PAIRS: Final = {2: torch.int32, 4: torch.int64}
 
 _NO_COMPILER: Final = (
     "mpinit.compile_steps could not compile for {} ({}: {}): it needs what torch.compile needs, a C++ compiler for a "
@@ -18,6 +18,24 @@ _OTHER_BITS: Final = (
     "mpinit.compile_steps compiled {!r} for {}, and its numbers differ from those of torch's operations, so it is not "
     "used. Leave compile_steps out: the steps have the right results without it"
 )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A function that writes into some of its arguments, for a compiler.
+
+    Attributes:
+        function: the function, of torch's operations.
+        arguments: those of a call, for a comparison of results.
+        written: the indices of those that it writes to, and that are compared.
+        pairs: a function of the same results to compile in its place: on arguments in which two neighbours are one
+            whole number of twice as many bits.
+    """
+
+    function: Function
+    arguments: Sequence[torch.Tensor]
+    written: Sequence[int]
+    pairs: Function | None = None
 
 
 @final
@@ -59,17 +77,18 @@ def compiled_for(device: torch.device, samples: Sequence[Sample]) -> dict[tuple[
         RuntimeError: there is no compiler, or results differ.
     """
     made: dict[tuple[Function, torch.device], Function] = {}
-    for function, arguments, written in samples:
-        eager, own = ([each.to(device, copy=True) for each in arguments] for _ in range(2))
+    for sample in samples:
+        function = sample.function
+        eager, own = ([each.to(device, copy=True) for each in sample.arguments] for _ in range(2))
         with torch.no_grad():
             function(*eager)
             try:
-                compiled = _compiled(function)
+                compiled = _compiled(function) if sample.pairs is None else _on_pairs(_compiled(sample.pairs), function)
                 compiled(*own)
             except Exception as error:
                 said = str(error).strip().splitlines() or [""]
                 raise RuntimeError(_NO_COMPILER.format(device, type(error).__name__, said[0])) from error
-        if not all(_have_same_bits(eager[index], own[index]) for index in written):
+        if not all(_have_same_bits(eager[index], own[index]) for index in sample.written):
             raise RuntimeError(_OTHER_BITS.format(function.__name__, device))
         made[function, device] = compiled
     return made
@@ -80,6 +99,17 @@ def _compiled(function: Any) -> Function:
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     # Without this option inductor leaves out roundings to 16 bits, and on a GPU fuses products with sums.
     return torch.compile(own, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+
+
+def _on_pairs(compiled: Function, function: Function) -> Function:
+    def run(*arguments: torch.Tensor) -> None:
+        # Weights of odd sizes are last in their bucket, and few.
+        if any(each.numel() % 2 or each.storage_offset() % 2 for each in arguments):
+            function(*arguments)
+        else:
+            compiled(*(each.view(_PAIRS[each.element_size()]) for each in arguments))
+
+    return run
 
 
 def _have_same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from ..basics.bulk import are_same, data_ptrs, flat, layouts_of
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
-from ..basics.running import without_gradients
+from ..basics.running import is_faster_in_chunks, without_gradients
 from ..distributed.sharding import (
     is_sharded,
     redistribute_like,
@@ -25,15 +25,15 @@ from ..distributed.sharding import (
     sharded_as,
 )
 from .arithmetic import Arithmetic
-from .law import join, round_half_away
+from .law import join, split
 from .masters import Master, MasterBatch, Masters
 
 # Float32 memory of up to this size is kept between steps: for small weights its layout needs more time than the step.
 _KEPT_BYTES: Final = 16 * 2**20
-# How many numbers are split or joined at a time, so that temporaries are small; and the size of weights that are in no
-# piece with others, which needs one more copy.
+# How many numbers are split or joined at a time: so that temporaries are small, and fit into a processor's cache. A
+# compiled function has no temporaries, and starting it takes some time.
 _PIECE: Final = 1 << 20
-_ALONE: Final = 1 << 18
+_CACHED: Final = 1 << 17
 
 
 @final
@@ -120,8 +120,8 @@ class SplitMasters(Masters):
             return sharded_as(weight.to(torch.float32, copy=True), master.weight)
         joined = torch.empty_like(weight, dtype=torch.float32)
         remainder = flat(master.laid_out(weight))
-        for half, lower, values in zip(*map(_pieces, (flat(weight), remainder, flat(joined))), strict=True):
-            join(half, lower, values)
+        for piece in zip(*map(_pieces, (flat(weight), remainder, flat(joined))), strict=True):
+            join(*piece)
         return sharded_as(joined, master.weight)
 
     @torch.no_grad()
@@ -150,12 +150,12 @@ class _Bucket(MasterBatch):
         self._sizes = [shard(weight).numel() for weight in self._weights]
         self._numel = sum(self._sizes)
         self._layouts: object = None
-        # The masters' remainders, which are parts of one tensor; the memory of the weights; and this in pieces: the
-        # first number's place in the bucket, the size, and the tensors, of which several are small.
+        # The masters' remainders, which are parts of one tensor; and the memory of the weights in pieces: the first
+        # number's place in the bucket, the size, and the tensors, of which several are small.
         self._parts: list[torch.Tensor] = []
         self._remainder = torch.empty(0, dtype=torch.int16, device="cpu")
-        self._flat: list[torch.Tensor] = []
         self._pieces: list[tuple[int, int, list[torch.Tensor]]] = []
+        self._piece_size = 0
         self._placeholders: list[torch.Tensor] = []
         # The float32 memory of a step, and that of each master and each gradient in it.
         self._buffer: torch.Tensor | None = None
@@ -171,7 +171,8 @@ class _Bucket(MasterBatch):
         If two optimizers step one weight, the bucket of the other may have replaced its remainder.
         """
         shards, present = self._shards(), [master.remainder for master in self._masters]
-        if layouts_of(shards) == self._layouts and are_same(present, self._parts):
+        size = _piece_size(self._device, self._owner.run.is_compiled_on(self._device))
+        if layouts_of(shards) == self._layouts and are_same(present, self._parts) and size == self._piece_size:
             return
         self._owner.check_data()
         remainders = [m.laid_out(here) for m, here in zip(self._masters, shards, strict=True)]
@@ -181,8 +182,8 @@ class _Bucket(MasterBatch):
         for master, part in zip(self._masters, self._parts, strict=True):
             master.remainder = part
         # Detached: views of the weights themselves would keep these from being exchanged by swap_tensors.
-        self._flat = [flat(shard(weight)) for weight in shards]
-        self._pieces = _in_pieces(self._flat)
+        self._pieces = _in_pieces([flat(shard(weight)) for weight in shards], size)
+        self._piece_size = size
         self._placeholders = list(map(_placeholder, self._weights))
         self._layouts, self._values = layouts_of(shards), []
 
@@ -242,12 +243,12 @@ class _Bucket(MasterBatch):
             return  # a call that was interrupted has begun to write: a second one would split numbers again
         try:
             self._gather()
-            values = buffer[: self._numel]
-            self._remainder.copy_(values.view(torch.int32))
-            run, bits = self._owner.run, values.view(torch.int32)
-            for piece in [bits] if run.is_compiled_on(self._device) else _pieces(bits):
-                run(round_half_away, piece)
-            torch._foreach_copy_(self._flat, list(values.split_with_sizes(self._sizes)))
+            for start, size, weights in self._pieces:
+                end = start + size
+                whole = weights[0] if len(weights) == 1 else weights[0].new_empty(size)
+                self._owner.run(split, buffer[start:end], whole, self._remainder[start:end])
+                if len(weights) > 1:
+                    torch._foreach_copy_(weights, list(whole.split_with_sizes([each.numel() for each in weights])))
         finally:
             set_all_local_data(self._parameters, self._placeholders, self._are_sharded)
         if buffer.nbytes <= _KEPT_BYTES:
@@ -265,20 +266,27 @@ class _Bucket(MasterBatch):
                 laid_out.copy_(value)
 
 
+def _piece_size(device: torch.device, is_compiled: bool = False) -> int:
+    return _CACHED if is_faster_in_chunks(device) and not is_compiled else _PIECE
+
+
 def _pieces(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return numbers.unsafe_split(_PIECE)
+    return numbers.unsafe_split(_piece_size(numbers.device))
 
 
-def _in_pieces(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Divide the flat weights of a bucket into pieces: parts of a large weight, or some small ones."""
+def _in_pieces(weights: Sequence[torch.Tensor], most: int) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Divide the flat weights of a bucket into pieces: parts of a large weight, or some small ones.
+
+    Small ones are copied once more.
+    """
     found: list[tuple[int, int, list[torch.Tensor]]] = []
-    end, room = 0, 0
+    end, room, alone = 0, 0, most // 4
     for weight in weights:
-        for part in _pieces(weight):
+        for part in weight.unsafe_split(most):
             size = part.numel()
-            if not found or size >= _ALONE or size > room:
+            if not found or size >= alone or size > room:
                 found.append((end, size, [part]))
-                room = _PIECE - size if size < _ALONE else 0
+                room = most - size if size < alone else 0
             else:
                 start, before, parts = found[-1]
                 found[-1] = start, before + size, [*parts, part]
@@ -292,10 +300,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
     if values.stride() != weight.stride():
         values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
     for piece, half, lower in zip(*map(_pieces, (flat(values), flat(weight), flat(remainder))), strict=True):
-        bits = piece.view(torch.int32).clone()
-        lower.copy_(bits)
-        round_half_away(bits)
-        half.copy_(bits.view(torch.float32))
+        split(piece.clone(), half, lower)
 
 
 def _split_together(members: Sequence[tuple[SplitMaster, torch.Tensor]]) -> None:

@@ -419,10 +419,13 @@ class OptimizerParams:
                 yield Part(list(group), [master.parameter for master in masters], batch)
 
     def _in_buckets(self, weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Divide weights into buckets, in order: of one device, limited by the bytes of their float32 numbers."""
+        """Divide weights into buckets: of one device, limited by the bytes of their float32 numbers.
+
+        Weights of odd sizes are last: compiled functions take neighbours in pairs.
+        """
         buckets: list[list[nn.Parameter]] = []
         room: dict[torch.device, tuple[list[nn.Parameter], int]] = {}
-        for weight in weights:
+        for weight in sorted(weights, key=lambda each: shard(each).numel() % 2):
             size = 8 * shard(weight).numel()
             bucket, remaining = room.get(weight.device, (None, 0))
             if bucket is None or remaining < size:

@@ -38,10 +38,9 @@ RULES = {"split": half_away, True: half_to_even}
 
 
 def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = values.clone().view(torch.int32)
-    rest = bits.to(torch.int16)
-    law.round_half_away(bits)
-    return bits.view(torch.float32).to(torch.bfloat16), rest
+    weight, rest = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    law.split(values.clone(), weight, rest)
+    return weight, rest
 
 
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:

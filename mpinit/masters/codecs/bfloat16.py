@@ -48,7 +48,7 @@ class BFloat16(Codec):
 
     def samples(self) -> list[Sample]:
         bits = sample_numbers().view(torch.int32)
-        return [(_round, [bits, *sample_noise(), torch.empty_like(bits)], [3])]
+        return [Sample(_round, [bits, *sample_noise(), torch.empty_like(bits)], [3])]
 
 
 def _round(bits: torch.Tensor, noise: torch.Tensor, places: torch.Tensor, rounded: torch.Tensor) -> None:

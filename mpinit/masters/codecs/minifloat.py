@@ -77,9 +77,9 @@ class Minifloat(Codec):
         _measure(values, bits, scales, inverses, ends)
         _round(values, bits, inverses, ends, noise, places, codes)
         return [
-            (_measure, [values, bits, scales, inverses, ends], [2, 3, 4]),
-            (_round, [values, bits, inverses, ends, noise, places, torch.empty_like(codes)], [6]),
-            (_decode, [codes, scales, torch.empty_like(values)], [2]),
+            Sample(_measure, [values, bits, scales, inverses, ends], [2, 3, 4]),
+            Sample(_round, [values, bits, inverses, ends, noise, places, torch.empty_like(codes)], [6]),
+            Sample(_decode, [codes, scales, torch.empty_like(values)], [2]),
         ]
 
 
