@@ -66,6 +66,28 @@ class Iterations:
         return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
+class Steps:
+    """Steps alone: from 16-bit gradients, as after a plain backward pass, to 16-bit weights."""
+
+    def __init__(self, name: str, device: str, size: dict[str, Any]) -> None:
+        self.device, self.way = device, build(name, make_task(size, device))
+        # Of ordinary size: states of the smallest gradients are denormal numbers, with which processors are slow.
+        self.gradients = [(weight, torch.randn_like(weight)) for weight in self.way.model.parameters()]
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> None:
+        for weight, gradient in self.gradients:
+            weight.grad = gradient
+        self.way.optimizer.step()
+
+    def seconds(self, count: int) -> float:
+        return timed(self.step, count, self.device)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
 class Initialize:
     """``initialize`` of 1,000 modules, with a new model each time."""
 
@@ -284,6 +306,8 @@ def workloads(quick: bool = False) -> dict[str, Workload]:
     found["plain"] = Workload("launch-bound, without norms", names, plain)
     names = ("hand_bf16", "hand_bf16_again", "o5", "split", "hand_fp16", "o2")
     found["weights"] = Workload("16 M weights", names, partial(Iterations, size=weights))
+    names = ("o5", "o5_again", "split", "split+compile_steps", "split_int8", "split_int8+compile_steps")
+    found["steps"] = Workload("steps of 16 M weights", names, partial(Steps, size=weights))
     for kind, extras in _LOOPS.items():
         found[f"loops_{kind}"] = Workload(kind, _loop(extras), partial(Iterations, size=launch))
     compiled = partial(Iterations, size={"layers": 3, "width": 256, "norms": False}, compiled=True)

@@ -73,6 +73,19 @@ def loops(device: str) -> str:
     return table(["an iteration with", "mpinit", "over the loop by hand"], rows)
 
 
+def steps(device: str) -> str:
+    """Tabulate steps with split masters and encoded states over O5's."""
+    result = read(device, "steps")
+    ways = [way for way in workloads()["steps"].names if not way.startswith("o5")] if result else []
+    rows = []
+    for way in ways:
+        assert result is not None
+        is_here = way in result["seconds"]
+        ms = f"{1e3 * fastest(result, way):.2f}" if is_here else "-"
+        rows.append([by_title(way), ms, _cell(result, way, "o5") if is_here else "no compiler on this machine"])
+    return table(["a step of", "ms", "over the step of O5"], rows)
+
+
 def compiled(device: str) -> str:
     """Tabulate compiled iterations over compiled torch.amp."""
     result = read(device, "compiled")
@@ -133,6 +146,10 @@ _SECTIONS: Final[Mapping[str, tuple[Callable[[str], str], str]]] = {
         "weights*: 40 x [Linear 640, ReLU], batch 4: the time is that of reading and writing memory. AdamW, fused.",
     ),
     "Loops": (loops, "The launch-bound network. The loop by hand does the same to its float32 masters."),
+    "Steps with less memory": (
+        steps,
+        "The step alone, of AdamW on 16 M weights, from 16-bit gradients to 16-bit weights.",
+    ),
     "Compiled training": (compiled, "Model and loss as one compiled function, of three linear layers with ReLU."),
     "Setting up": (setting_up, ""),
     "Memory": (

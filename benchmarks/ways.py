@@ -214,6 +214,8 @@ class Mpinit(Float32):
     def set_up(self) -> torch.optim.Optimizer:
         optimizer = super().set_up()
         mpinit.initialize(self.model, optimizer, **self.keywords)
+        if self.extra == "compile_steps":
+            mpinit.compile_steps(optimizer)
         return optimizer
 
     def backward(self, loss: Tensor) -> None:
@@ -277,6 +279,7 @@ WAYS: Final[Mapping[str, Way]] = {
     "hand_bf16_again": Way("by hand, bfloat16, again", partial(ByHand, dtype=BF16)),
     "o4": _ours("O4", "bf16", opt_level="O4"),
     "o5": _ours("O5", "bf16", opt_level="O5"),
+    "o5_again": _ours("O5, again", "bf16", opt_level="O5"),
     "split": _ours("O5, split", "bf16", opt_level="O5", master_weights="split"),
     "model": _ours('O5, "model"', "bf16", opt_level="O5", master_weights="model"),
     "split_int8": _ours(
@@ -297,6 +300,7 @@ EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
     "accumulation": ("accumulation", f"{ACCUMULATED} backward passes a step"),
     "scheduler": ("scheduler", "a learning rate scheduler"),
     "ema": ("ema", "an average of the weights each step, in float32_weights"),
+    "compile_steps": ("", "mpinit.compile_steps(optimizer)"),
     "ema_masters": ("ema", "an average of master_params(optimizer) each step"),
 }
 

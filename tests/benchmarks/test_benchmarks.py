@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 import mpinit  # noqa: E402
 from benchmarks import measure, tables  # noqa: E402
-from benchmarks.cases import QUICK, Iterations, bytes_by_kind, make_task, workloads  # noqa: E402
+from benchmarks.cases import QUICK, Iterations, Steps, bytes_by_kind, make_task, workloads  # noqa: E402
 from benchmarks.ways import EXTRAS, WAYS, Float32, build  # noqa: E402
 
 
@@ -57,6 +57,21 @@ def test_a_run_writes_a_file_that_the_tables_read(tmp_path: Path, monkeypatch: p
     assert {len(turns) for rounds in result["seconds"].values() for turns in rounds} == {2}
     assert "| O5 |" in tables.iterations("cpu", ["launch_bf16"]) and "mpinit O5" in tables.memory("cpu")
     assert "import mpinit" in tables.setting_up("cpu") and tables.loops("cpu") == ""
+
+
+def test_a_step_alone_moves_weights_and_a_missing_compiler_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Steps("split", "cpu", QUICK)
+    before = [weight.detach().clone() for weight in case.way.model.parameters()]
+    assert case.seconds(3) > 0
+    assert not any(map(torch.equal, before, case.way.model.parameters()))
+    (tmp_path / "cpu").mkdir()
+    seconds = {"o5": [[0.5]], "o5_again": [[0.5]], "split": [[1.0]]}
+    (tmp_path / "cpu/steps.json").write_text(json.dumps({"seconds": seconds, "workload": "steps"}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "| O5, split | 1000.00 | 2.00 [2.00, 2.00] |" in tables.steps("cpu")
+    assert "compile_steps(optimizer) | - | no compiler" in tables.steps("cpu")
 
 
 def test_a_ratio_compares_turns_and_a_control_decides() -> None:
