@@ -312,10 +312,10 @@ def _split_together(members: Sequence[tuple[SplitMaster, torch.Tensor]]) -> None
     else:
         sizes = [incoming.numel() for _, incoming in members]
         values = torch.cat([flat(incoming) for _, incoming in members])
-        bits = values.view(torch.int32)
-        torch._foreach_copy_(list(map(flat, remainders)), list(bits.to(torch.int16).split_with_sizes(sizes)))
-        round_half_away(bits)
-        torch._foreach_copy_(list(map(flat, narrow)), list(values.split_with_sizes(sizes)))
+        halves, lower = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+        split(values, halves, lower)
+        torch._foreach_copy_(list(map(flat, remainders)), list(lower.split_with_sizes(sizes)))
+        torch._foreach_copy_(list(map(flat, narrow)), list(halves.split_with_sizes(sizes)))
     # The weights are changed last, so that an interruption before leaves them as they were.
     for (master, _), weight, remainder in zip(members, narrow, remainders, strict=True):
         master.remainder = remainder
