@@ -191,7 +191,7 @@ _FP32_ROWS: Final = (
     *LOSS_ROWS,
     # Sums over many rows, which a CPU adds in 16 bits: ones stop at 256 in bfloat16. On torch's lists for CUDA
     # addbmm runs in 16 bits, and index_put in the widest dtype of its arguments.
-    *_rows(Cast.FP32, "tT", "index_add index_put", _NOWHERE),
+    *_rows(Cast.FP32, "tT", "index_add index_put index_reduce", _NOWHERE),
     *_rows(Cast.FP32, "t", "segment_reduce", _NOWHERE),
     _fp32("addbmm", "tT:addbmm", native=_NOWHERE, casts_off=True),
     _fp32("fold", "N:col2im", "F:fold", _NOWHERE),

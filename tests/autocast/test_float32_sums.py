@@ -270,6 +270,10 @@ SUMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
         4096.0,
     ),
     "segment_reduce": (_segments, 4096.0),
+    "index_reduce": (
+        lambda x: x.new_zeros(1).index_reduce(0, torch.zeros(4096, dtype=torch.long), x, "mean", include_self=False),
+        1.0,
+    ),
     "addbmm": (lambda x: torch.addbmm(x.new_zeros(1, 1), x[:, None, None], x[:, None, None]), 4096.0),
     "addbmm of float32": (
         lambda x: x.new_zeros(1, 1).float().addbmm(x[:, None, None].float(), x[:, None, None].float()),
@@ -282,6 +286,7 @@ SUMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
 @pytest.mark.parametrize(("compute", "expected"), SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 def test_sums_of_o1_and_o4_do_not_stop(

@@ -19,7 +19,7 @@ from mpinit.autocast.cast_lists import TORCH_POLICY, Cast, CastRow
 from mpinit.autocast.forward_casts import ForwardCasts
 from mpinit.autocast.thread_flags import disable_casts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|in beta|Dynamo detected)")
 
 # A graph draws its own random numbers; torch's own RNNs are refused by dynamo unless allow_rnn is set, and
 # gaussian_nll_loss, which reads whether a variance is negative, in one graph.

@@ -19,7 +19,7 @@ from mpinit.autocast.forward_casts import ForwardCasts
 from mpinit.autocast.thread_flags import device_types
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(upsample|deprecated|reduction|swap|size_average|RNN module weights are not part of single)"
+    "ignore:.*(upsample|deprecated|reduction|swap|size_average|in beta|RNN module weights are not part of single)"
 )
 
 _IN_TORCH = {row.name: row for row in TORCH_POLICY}

@@ -188,6 +188,7 @@ SAMPLES: dict[str, Sample] = {
     "inner": _binary,
     "index_put": lambda make: (make(3), (_indices(make, 0, 2),), make(2)),
     "index_add": lambda make: (make(3), 0, _indices(make, 0, 2), make(2)),
+    "index_reduce": lambda make: (make(3), 0, _indices(make, 0, 2), make(2), "mean"),
     "fold": lambda make: (make(1, 4, 4), [3, 3], [2, 2], [1, 1], [0, 0], [1, 1]),
     "torch.nn.functional.fold": lambda make: (make(1, 4, 4), 3, 2),
     "unfold": lambda make: (make(1, 1, 3, 3), [2, 2], [1, 1], [0, 0], [1, 1]),
