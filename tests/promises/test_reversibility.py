@@ -200,7 +200,10 @@ def test_undo_restores_torch(kind: str) -> None:
         loss.backward()
     optimizer.step()
     during = picture()
-    assert not {name for name in before if during.get(name) != before[name]}
+    # Losses that torch has in Python are wrapped while a model has 16-bit weights.
+    losses = ("gaussian_nll", "l1", "mse", "multilabel_soft_margin", "triplet_margin_with_distance")
+    wrapped = {f"torch.nn.functional.{loss}_loss" for loss in losses if kind != "O0"}
+    assert {name for name in before if during.get(name) != before[name]} == wrapped
     assert ("data" in vars(nn.Parameter)) == (kind in ("O2", "int8", "split", "model"))
     mpinit.undo(model)
     after = picture()
