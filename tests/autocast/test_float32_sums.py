@@ -141,7 +141,7 @@ class Distances(nn.Module):
         return F.triplet_margin_with_distance_loss(*triplet, distance_function=self.distance)
 
 
-def test_a_loss_with_a_function_of_the_users_runs_it_as_in_the_model() -> None:
+def test_a_loss_runs_a_function_of_the_users_as_the_model_does() -> None:
     model = Distances()
     x, plain = torch.randn(12, 4), copy.deepcopy(model)
     mpinit.initialize(model, opt_level="O5", verbosity=0)

@@ -59,7 +59,7 @@ def test_a_run_writes_a_file_that_the_tables_read(tmp_path: Path, monkeypatch: p
     assert "import mpinit" in tables.setting_up("cpu") and tables.loops("cpu") == ""
 
 
-def test_a_step_alone_moves_weights_and_a_missing_compiler_is_said(
+def test_a_step_moves_weights_a_missing_compiler_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Steps("split", "cpu", QUICK)

@@ -508,7 +508,7 @@ def test_gradients_of_shards_are_reduced_in_float32(level: str) -> None:
 
 
 @ranks(4)
-def test_gradients_of_split_shards_are_reduced_as_the_policy_says() -> None:
+def test_gradients_of_split_shards_are_reduced_by_the_policy() -> None:
     """The mean of 512 and three times 1.5 is 129.125. In bfloat16 512 + 1.5 is 512, which some ranks begin with."""
     is_new = hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn")
     exact = (F32, 129.125) if is_new else (BF16, 129.0)
