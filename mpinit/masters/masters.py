@@ -14,7 +14,7 @@ from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_data
 from ..torch_internals.parameter_data import has_other_data, remove_if_unused, unwatch, watch
 
-IN_FLOAT32: Final = (
+_IN_BLOCK: Final = (
     "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
     "date: move it before or after the with-block"
 )
@@ -167,6 +167,11 @@ class Masters(ABC):
         """Reverse :meth:`watch` for all parameters."""
         unwatch(self._watched)
         self._remove_property()
+
+    def refuse_inside_block(self, what: str) -> None:
+        """Refuse to do ``what`` inside of a ``float32_weights`` block."""
+        if self.are_in_model:
+            raise RuntimeError(_IN_BLOCK.format(what))
 
     def apply_writes(self) -> None:
         """Round masters that users have written to into their weights; at a forward, a step, and before a read.

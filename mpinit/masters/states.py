@@ -44,13 +44,9 @@ class EncodedStates:
     def encode(
         self,
         members: Sequence[tuple[torch.Tensor, dict[Any, Any]]],
-        kept: frozenset[str],
         codes: dict[tuple[int, Any], EncodedState],
     ) -> None:
-        """Replace float32 tensors by codes, unless a parameter's gradient is sparse: a step uses little of its state.
-
-        ``kept`` names states that stay float32.
-        """
+        """Replace float32 tensors by codes; not those of sparse gradients, of which a step uses little."""
         made: dict[int, EncodedState] = {}
         used: set[int] = set()
         # States that are encoded together, by id, and the entries that they replace afterwards.
@@ -60,7 +56,7 @@ class EncodedStates:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 continue
             for key, value in state.items():
-                if key in kept or not _is_encodable(value, parameter):
+                if not _is_encodable(value, parameter):
                     continue
                 encoded = made.get(id(value))
                 if encoded is None:

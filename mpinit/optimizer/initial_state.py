@@ -80,7 +80,7 @@ def _step_without_effect(
                 undos.push(_Group(group).restore)
         if managed is not None and managed.is_patched:
             # Not through its step, which counts steps, unless all learning rates are 0.
-            managed.check_unscaled("mpinit.TrainState")
+            managed.check_outside("mpinit.TrainState")
             managed.run_own(*closure)
         else:
             step = inside_hooks(optimizer.step)

@@ -12,11 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
 from ..config.plan import Plan
-from ..masters.masters import IN_FLOAT32
 from .gradients import Gradients
 from .members import Members, parameters_of, widen_state, wrapped_by
+from .methods import patch
 from .per_parameter import steps_per_parameter
-from .step import FIXED_SCALE, ManagedOptimizer, Shared, patch
+from .step import FIXED_SCALE, ManagedOptimizer, Shared
 
 _STEPS_COPIES: Final = (
     "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would not "
@@ -79,7 +79,7 @@ class ManagedOptimizers:
         managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self.shared)
         managed.params.sync()
         self.shared.params.append(managed.params)
-        for holder in managed.params.holders():
+        for holder in managed.params.groups.holders():
             for weight in managed.params.mastered:
                 widen_state(holder.state.get(weight))
         patch(managed, undos, owner)
@@ -123,12 +123,11 @@ class ManagedOptimizers:
 
     def check_idle(self, what: str) -> None:
         """Refuse to do ``what`` during a backward pass or a step, or while weights are float32."""
-        if self.shared.masters.are_in_model:
-            raise RuntimeError(IN_FLOAT32.format(what))
+        self.shared.masters.refuse_inside_block(what)
         for managed in self:
             if managed.params.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
-            managed.check_unscaled(what, "move it before or after the with-block")
+            managed.check_outside(what, "move it before or after the with-block")
 
 
 def _remove(known: weakref.ref[ManagedOptimizers], reference: weakref.ref[Optimizer]) -> None:

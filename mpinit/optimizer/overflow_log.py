@@ -82,16 +82,11 @@ class OverflowReport:
         return "\n".join([*lines, self.advice])
 
 
-def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_later: bool) -> str:
+def _advice(loss: float | None, module: str | None, are_all_bad: bool) -> str:
     if loss is not None and not math.isfinite(loss):
         return (
             f"The loss itself was {loss:g}, so it began in the forward pass, in the data or in the loss: "
             "`with mpinit.watch_overflow(model) as watch` around the batch that was skipped names the module"
-        )
-    if came_later:
-        return (
-            "The gradients were finite after the backward pass: inf or nan was written to them between it and the "
-            "step, by clipping, a penalty, a hook or by hand"
         )
     if are_all_bad:
         begin = "The" if loss is None else f"The loss was finite ({loss:g}), and the"
@@ -131,22 +126,12 @@ class OverflowLog:
         found = before if not now.gradients or set(before.parameters) == set(now.parameters) else now
         return found if found.loss_id is not None or losses > 1 else replace(found, loss_id=0)
 
-    def write(
-        self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None, came_later: bool = False
-    ) -> OverflowReport:
-        """Record the gradients as they are now, which is a device sync."""
-        self.last = self.read(scaler, scale, loss, came_later)
-        return self.last
-
     @torch.no_grad()
-    def read(
-        self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None, came_later: bool = False
-    ) -> OverflowReport:
+    def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
         """Return a report of the gradients as they are now, which is a device sync.
 
         Args:
             scaler, scale, loss: the loss scaler, the loss scale and the loss of their backward pass.
-            came_later: whether inf and nan were written to the gradients after the backward pass.
         """
         found = []
         weights = [weight for weight in self._params.parameters() if weight.grad is not None]
@@ -161,7 +146,7 @@ class OverflowLog:
         module = _module_of(found[0].name) if found and not are_all_bad else None
         worst = sorted(found, key=lambda bad: -bad.share)
         loss_id = None if scaler is None else scaler.loss_id
-        advice = _advice(value, module, are_all_bad, came_later and bool(found))
+        advice = _advice(value, module, are_all_bad)
         return OverflowReport(loss_id, scale, value, tuple(worst), module, advice)
 
 

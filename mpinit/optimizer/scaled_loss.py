@@ -11,7 +11,6 @@ from ..basics.bulk import have_grads
 from ..basics.logs import warn_user
 from ..basics.running import call_after_backward, is_capturing
 from ..distributed.sharding import is_distributed
-from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from .gradients import Gradients, any_of
 from .optimizers import ManagedOptimizers
@@ -71,8 +70,7 @@ class ScaledLoss:
 
     def __enter__(self) -> torch.Tensor:
         managed = self._losses.managed
-        if managed.shared.masters.are_in_model:
-            raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
+        managed.shared.masters.refuse_inside_block("mpinit.scale_loss")
         if is_distributed():
             managed.shared.ranks.check_reduces(self._scaler)
         for each in self._own:

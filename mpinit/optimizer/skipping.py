@@ -76,14 +76,11 @@ class Skips:
     Attributes:
         counter: of steps done and skipped.
         log: the record of the last overflow.
-        checked_before: where the step has checked gradients that were checked at the end of their block, too: whether
-            they contained inf or nan there. Otherwise None.
     """
 
     def __init__(self, params: OptimizerParams, plan: Plan) -> None:
         self.counter = StepCounter()
         self.log = OverflowLog(params)
-        self.checked_before: torch.Tensor | None = None
         self._plan = plan
         # The last block: its loss, scaler and scale.
         self._last: tuple[torch.Tensor | None, LossScaler | None, torch.Tensor | None] = None, None, None
@@ -136,8 +133,8 @@ class Skips:
 
     def _write(self) -> OverflowReport:
         loss, scaler, scale = self._last
-        came_later = self.checked_before is not None and self.checked_before.item() == 0
-        return self.log.write(scaler, None if scale is None else float(scale), loss, came_later)
+        self.log.last = self.log.read(scaler, None if scale is None else float(scale), loss)
+        return self.log.last
 
     def _warn(self) -> None:
         """Warn that several steps in a row were skipped, and whether the loss or only gradients were inf or nan."""

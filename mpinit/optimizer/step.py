@@ -1,13 +1,10 @@
-"""An initialised optimizer: its patched methods, which decide on a step, run it on float32 masters, and count it."""
+"""An initialised optimizer: the decision on a step, the step on float32 masters, and its count."""
 
-import copy
-import enum
 import functools
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,27 +16,22 @@ from ..autocast.thread_flags import CastsAs, is_on, present_state
 from ..basics.bulk import grads_of, have_grads
 from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
-from ..basics.patching import UndoStack
 from ..basics.running import current_pass, reads_without_sync
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.sharding import is_distributed
 from ..masters.masters import Masters
-from ..masters.states import EncodedStates, decode, decoded_state_dict
+from ..masters.states import EncodedStates
 from ..model.forward_weights import refuse_changes_in_forward
 from ..model.writes import Writes
 from ..scaling.scaler import LossScaler
 from ..torch_internals.compiling_with_gradients import follow_dynamo
-from ..torch_internals.fused_sgd import unfused
 from . import hooks
 from .gradients import Gradients, any_of, are_zero
-from .members import wrapped_by
-from .params import OptimizerParams, Snapshot
-from .per_parameter import steps_per_parameter
+from .params import OptimizerParams
 from .ranks import Ranks
 from .skipping import Skips
 
 STEP: Final = "optimizer.step()"
-_LOAD: Final = "load_state_dict"
 _INSIDE_BLOCK: Final = "{} was called inside `with mpinit.scale_loss(...)`, at whose end gradients are unscaled: {}"
 _LATER: Final = "move it after the with-block"
 _STEP_LATER: Final = (
@@ -90,13 +82,6 @@ class Shared:
     unowned: Gradients = field(default_factory=lambda: Gradients(widens=True))
 
 
-class _Decision(enum.Enum):
-    RUN = enum.auto()
-    SKIP = enum.auto()
-    # A fused kernel skips by itself, so that the host need not wait for the device.
-    IN_KERNEL = enum.auto()
-
-
 class _Overflowed(Exception):
     """An evaluation of a closure whose gradients contain inf or nan."""
 
@@ -113,19 +98,20 @@ class ManagedOptimizer:
         gradients: their gradients.
         skips: the counts of its steps, and its last overflow.
         is_patched: whether its methods are patched.
+        inner: its own step, as a function of the optimizer and the arguments.
     """
 
     def __init__(self, optimizer: Optimizer, shared: Shared) -> None:
         self.reference = weakref.ref(optimizer)
         self.shared = shared
-        self.params = OptimizerParams(self.reference, shared.masters, shared.plan, shared.states)
+        self.params = OptimizerParams(optimizer, shared.masters, shared.plan, shared.states)
         self.gradients = self.params.gradients
         self.skips = Skips(self.params, shared.plan)
         self.is_patched = False
-        self.inner = weakly_bound(optimizer.step, optimizer)
+        self.inner = unbound(optimizer, "step")
         self._beneath_hooks = hooks.inside_hooks(optimizer.step)
         # What skips_step() has decided for the next step.
-        self._decided: tuple[_Decision, torch.Tensor | None] | None = None
+        self._decided: tuple[bool, torch.Tensor | None] | None = None
         # True: the last loss has reached none of the parameters.
         self._lacks_gradients = False
         self._warned: set[str] = set()
@@ -134,61 +120,59 @@ class ManagedOptimizer:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
-        return self.params.optimizer
+        return self.params.groups.optimizer
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step, or skip the step: the optimizer's ``step``."""
         optimizer = self.optimizer
+        passed = args if closure is None and not args else (closure, *args)
         if not self.is_patched or self.params.is_open:
             # The session has ended, or the optimizer's own code steps inside of one of its methods.
-            return self.inner(*(args if closure is None else (closure, *args)), **kwargs)
+            return self.inner(optimizer, *passed, **kwargs)
         refuse_changes_in_forward("step()")
-        if closure is None and creates_state_only(optimizer):
-            self.check_unscaled(STEP, _STEP_LATER)
-            return self._with_hooks(lambda _, *args, **kwargs: self._create_state(*args, **kwargs), args, kwargs)
-        self._prepare()
-        decision, found_inf = _Decision.RUN, None
-        if closure is None:
-            decision, found_inf = self._decide()
-            if decision is _Decision.SKIP:
-                return self._skip()
-        elif self.shared.plan.is_dynamic:
-            raise RuntimeError(FIXED_SCALE.format(f"{type(optimizer).__name__}.step(closure)"))
-        self.gradients.consume()
-        passed = args if closure is None and not args else (closure, *args)
-        run = functools.partial(self._step_once, found_inf if decision is _Decision.IN_KERNEL else None)
-        return self._with_hooks(run, passed, kwargs)
-
-    def _with_hooks(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``run(optimizer, *args, **kwargs)`` between the user's hooks, which see the weights in the groups."""
-        optimizer = self.optimizer
+        self.check_outside(STEP, _STEP_LATER)
+        run: Callable[..., Any] = self._create_state
+        if closure is not None or not creates_state_only(optimizer):
+            self._prepare()
+            found_inf = None
+            if closure is None:
+                skips, found_inf = self._decide()
+                if skips:
+                    return self._skip()
+            elif self.shared.plan.is_dynamic:
+                raise RuntimeError(FIXED_SCALE.format(f"{type(optimizer).__name__}.step(closure)"))
+            self.gradients.consume()
+            run = functools.partial(self._step_once, found_inf)
         if self._beneath_hooks is None:
-            return run(optimizer, *args, **kwargs)  # a step that other code has replaced runs the hooks itself
-        return hooks.run_with_hooks(optimizer, run, (optimizer, *args), kwargs)
+            return run(optimizer, *passed, **kwargs)  # a step that other code has replaced runs the hooks itself
+        return hooks.run_with_hooks(optimizer, run, (optimizer, *passed), kwargs)
 
-    def _step_once(self, found_inf: torch.Tensor | None, _: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step that was decided on, and count it; hooks have been called with the weights in the groups."""
-        closure = args[0] if args else kwargs.get("closure")
+    def _step_once(
+        self, found_inf: torch.Tensor | None, optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step that was decided on, and count it; hooks have been called with the weights in the groups.
+
+        Args:
+            found_inf: whether a fused kernel is to skip; None: the step is not to be skipped.
+        """
         if closure is not None:
-            args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
             return self._step_with_closure(closure, *args, **kwargs)
+        passed = (closure, *args) if args else ()
         if found_inf is None:
-            result = self.run_own(*args, **kwargs)
-            self.skips.count_stepped(self.optimizer)
+            result = self.run_own(*passed, **kwargs)
+            self.skips.count_stepped(optimizer)
             return result
-        undos = UndoStack()
+        optimizer.found_inf, optimizer.grad_scale = found_inf, None
         try:
-            undos.set_attribute(self.optimizer, "found_inf", found_inf)
-            undos.set_attribute(self.optimizer, "grad_scale", None)
-            result = self.run_own(*args, **kwargs)
+            result = self.run_own(*passed, **kwargs)
         finally:
-            undos.unwind()
+            del optimizer.found_inf, optimizer.grad_scale
         self.skips.count_in_kernel(found_inf)
         return result
 
-    def _create_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _create_state(self, _: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step that only creates state. In 16 bits, at O3, it may divide 0 by an eps that is 0 there."""
         mastered = set(map(id, self.params.mastered))
         others = [p for p in self.params.weights if id(p) not in mastered and is_lower_precision(p.dtype)]
@@ -200,87 +184,73 @@ class ManagedOptimizer:
         return result
 
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's own step on masters: in one call, or in one call per bucket of parameters."""
-        params, result = self.params, None
-        with CastsAs() if is_on() else nullcontext():  # the casts of O1
-            if params.steps_in_parts:
-                with params.parts_in_groups() as parts:
-                    for _ in parts:
-                        result = self._call(*args, **kwargs)
-            else:
-                with params.masters_in_groups():
-                    result = self._call(*args, **kwargs)
+        """Run the optimizer's own step, without hooks, on masters."""
+        optimizer = self.optimizer
+        self.shared.masters.refuse_inside_block(f"{type(optimizer).__name__}.step()")
+        step = self._beneath_hooks or self.inner
+        with CastsAs() if is_on() else nullcontext(), torch.profiler.record_function(self._name):
+            result = self.params.run(functools.partial(step, optimizer, *args, **kwargs))
         renew_weight_casts()
         if self.shared.plan.masters is MasterWeightsMode.IN_MODEL:
             # Fused kernels do not count their writes. The casts of these weights have to be made anew.
-            torch.autograd.graph.increment_version(params.weights)
+            torch.autograd.graph.increment_version(self.params.weights)
         return result
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's own step, without hooks, while masters are in the groups."""
-        optimizer, step, groups = self.optimizer, self._beneath_hooks, self.params.groups_without_fused
-        call = self.inner if step is None else functools.partial(step, optimizer)
-        with unfused(groups) if groups else nullcontext(), torch.profiler.record_function(self._name):
-            return call(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Refuse, or warn of, gradients that a step should not use."""
-        self.params.sync()
-        self.check_unscaled(STEP, _STEP_LATER)
-        if self.params.joined:
-            self._check_joined()
-        self.shared.writes.before_step()
-        if self.shared.ranks.is_first_step or is_distributed():
-            self.shared.ranks.before_step(self.params.weights)
+        params, shared = self.params, self.shared
+        params.sync()
+        joined, params.joined = params.joined, []
+        if joined and any(scaler.has_scaled for scaler in shared.scalers):
+            # Weights that came after the last block, which has not unscaled their gradients.
+            unscaled = set(map(id, shared.unowned.weights))
+            for weight in joined:
+                if weight.grad is not None and id(weight) not in unscaled:
+                    raise RuntimeError(_JOINED.format(shared.masters.names.of(weight)))
+        shared.writes.before_step()
+        if shared.ranks.is_first_step or is_distributed():
+            shared.ranks.before_step(params.weights)
         # An LR scheduler warns if no step came before it. A skipped step counts as one.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._lacks_gradients:
             self._lacks_gradients = False
-            if not have_grads(self.params.weights) and any(weight.requires_grad for weight in self.params.weights):
-                self.shared.ranks.check_present()
+            if not have_grads(params.weights) and any(weight.requires_grad for weight in params.weights):
+                shared.ranks.check_present()
                 self._warn_once(_NO_GRADIENT)
 
-    def _check_joined(self) -> None:
-        """Refuse gradients of parameters that were added since the last block, whose gradients it has not unscaled."""
-        joined, self.params.joined = self.params.joined, []
-        unscaled = set(map(id, self.shared.unowned.weights))
-        for weight in joined if any(scaler.has_scaled for scaler in self.shared.scalers) else ():
-            if weight.grad is not None and id(weight) not in unscaled:
-                raise RuntimeError(_JOINED.format(self.shared.masters.names.of(weight)))
-
-    def _decide(self) -> tuple[_Decision, torch.Tensor | None]:
+    def _decide(self) -> tuple[bool, torch.Tensor | None]:
         """Decide with all ranks what a step does, and move the scales that are to move in the step.
 
         Returns:
-            The decision, and whether gradients contain inf or nan; None where that is not known.
+            Whether to skip the step, and what a fused kernel decides by, so that the host need not wait for the device;
+            None where the host has decided.
         """
         if self._decided is not None:
             decided, self._decided = self._decided, None
             return decided
-        found_inf = self._found_inf()
-        found_inf = self._reduced(found_inf)
+        found_inf = self._reduced(self._found_inf())
         for scaler in self.shared.scalers:
             scaler.update()
         if found_inf is None:
-            return _Decision.RUN, None
-        if not reads_without_sync(found_inf.device) and self._skips_in_kernel():
-            return _Decision.IN_KERNEL, found_inf
-        return _Decision.SKIP if found_inf.item() > 0 else _Decision.RUN, found_inf
+            return False, None
+        optimizer: Any = self.optimizer
+        skips_in_kernel = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        if skips_in_kernel and not reads_without_sync(found_inf.device):
+            return False, found_inf
+        return found_inf.item() > 0, None
 
     def _found_inf(self) -> torch.Tensor | None:
         """Return whether the gradients that the next step uses contain inf or nan; None where it is not to be known."""
         plan, gradients = self.shared.plan, self.gradients
-        self.skips.checked_before = None
         if not plan.skips or getattr(self.optimizer, "found_inf", None) is not None:
             return None  # torch.amp.GradScaler passes a fused step what it has found
         if gradients.is_fresh and not plan.properties.skip_nonfinite:
             return gradients.found_inf
         found_inf = gradients.check()
-        if found_inf is None:
-            return gradients.found_inf
-        if plan.is_dynamic and not any(scaler.has_scaled for scaler in self.shared.scalers):
+        if found_inf is not None and plan.is_dynamic and not any(scaler.has_scaled for scaler in self.shared.scalers):
             self._warn_once(_NOT_SCALED)
-        self.skips.checked_before = gradients.found_inf if gradients.is_fresh else None
         return any_of(gradients.found_inf, found_inf)
 
     def _reduced(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
@@ -289,11 +259,6 @@ class ManagedOptimizer:
             return found_inf
         weights = self.params.weights
         return self.shared.ranks.reduce(found_inf, weights[0].device if weights else torch.device("cpu"))
-
-    def _skips_in_kernel(self) -> bool:
-        optimizer: Any = self.optimizer
-        are_fused = all(group.get("fused") for group in optimizer.param_groups)
-        return are_fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def _skip(self) -> None:
         self.gradients.consume()
@@ -307,15 +272,14 @@ class ManagedOptimizer:
         """
         if not self.is_patched:
             return False
+        self.check_outside(STEP, _STEP_LATER)
         self._prepare()
-        decision, found_inf = self._decide()
-        if decision is _Decision.SKIP:
+        self._decided = self._decide()
+        if self._decided[0]:
+            self._decided = None
             self._skip()
             return True
-        self._decided = decision, found_inf
         return False
-
-    # -- a step with a closure ------------------------------------------------------------------------------------
 
     def _step_with_closure(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
         """Step with a closure: while it runs, the groups contain the weights, and O1's casts are on.
@@ -323,44 +287,37 @@ class ManagedOptimizer:
         A step in which gradients of an evaluation contain inf or nan is skipped, where steps are skipped at all: the
         weights are those from before it.
         """
-        optimizer, params = self.optimizer, self.params
+        params, masters, skips = self.params, self.shared.masters, self.shared.plan.skips
         casts = present_state() if is_on() else None
-        skips = self.shared.plan.skips
-        evaluates_first = steps_per_parameter(optimizer)
+        mastered = set(map(id, params.mastered))
+        plain = [weight for weight in params.weights if id(weight) not in mastered]
+        before = [(weight, weight.detach().clone()) for weight in plain if skips]
+        before_of_masters = [(master, masters.values(master).clone()) for master in params.masters if skips]
 
         def evaluate() -> Any:
-            with params.weights_in_groups(), ExitStack() as stack:
-                if casts is not None:
-                    stack.enter_context(CastsAs(casts))
+            with params.weights_in_groups(), CastsAs(casts) if casts is not None else nullcontext():
                 renew_weight_casts()  # LBFGS changes weights between two evaluations of one step
                 loss = closure()
-                self.check_unscaled(STEP, _STEP_LATER)
+                self.check_outside(STEP, _STEP_LATER)
                 found_inf = self._reduced(self._found_inf())
                 self.gradients.consume()
                 if found_inf is not None and found_inf.item() > 0:
                     raise _Overflowed
                 return loss
 
-        before = Snapshot(params) if skips and not evaluates_first else None
         try:
-            with CastsAs():
-                if evaluates_first:
-                    # torch's optimizers evaluate the loss once, before anything else.
-                    with torch.enable_grad():
-                        result = evaluate()
-                    params.sync()
-                    self.run_own(*args, **kwargs)
-                else:
-                    with params.masters_in_groups():
-                        result = self._call(evaluate, *args, **kwargs)
+            with params.masters_in_groups():
+                result = self.run_own(evaluate, *args, **kwargs)
         except BaseException as error:
-            if before is not None:
-                before.restore()
+            with torch.no_grad():
+                for weight, values in before:
+                    weight.copy_(values)
+            for master, values in before_of_masters:
+                masters.load(master, values)
             if not isinstance(error, _Overflowed):
                 raise
             self._skip()
             return None
-        renew_weight_casts()
         self.skips.count_done()
         return result
 
@@ -378,7 +335,7 @@ class ManagedOptimizer:
         self.skips.after_block(loss, scaler, scale)
         self._lacks_gradients = not have_grads(self.params.weights)
 
-    def check_unscaled(self, what: str, instead: str = _LATER) -> None:
+    def check_outside(self, what: str, instead: str = _LATER) -> None:
         """Refuse to use gradients inside of a block.
 
         Args:
@@ -401,19 +358,27 @@ class ManagedOptimizer:
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """Yield the groups' parameters in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
-        self.check_unscaled("mpinit.master_params()")
+        self.check_outside("mpinit.master_params()")
         self.params.sync()
         self.shared.masters.apply_writes()
         yield from self.shared.masters.hand_out(self.params.parameters())
 
     def gradients_to_clip(self) -> list[nn.Parameter]:
         """Return the parameters whose ``grad`` the next step uses."""
-        self.check_unscaled("mpinit.clip_grad_norm_()")
+        self.check_outside("mpinit.clip_grad_norm_()")
         self.params.sync()
         self.shared.masters.apply_writes()
         if self.gradients.widens:
             self.gradients.widen()
         return self.params.parameters()
+
+
+def unbound(owner: object, name: str) -> Callable[..., Any]:
+    """Return a method as a function of its object, which does not keep the object alive."""
+    method = getattr(owner, name)
+    if isinstance(method, types.MethodType) and method.__self__ is owner:
+        return method.__func__
+    return lambda _, *args, **kwargs: method(*args, **kwargs)
 
 
 def renew_weight_casts() -> None:
@@ -444,154 +409,3 @@ def creates_state_only(optimizer: Optimizer) -> bool:
 def _is_zero(rate: Any) -> bool:
     # Torch's checkpoints set a number, or a tensor on the CPU.
     return rate.is_cpu and bool(rate == 0) if isinstance(rate, torch.Tensor) else bool(rate == 0)
-
-
-# -- its patched methods ----------------------------------------------------------------------------------------------
-
-
-def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
-    """Patch an optimizer's methods, which then run on float32 masters.
-
-    Args:
-        owner: an object that the patched methods keep alive.
-    """
-    optimizer, known, states = managed.optimizer, managed.reference, managed.shared.states
-
-    def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self is not known():
-            # A copy of the optimizer has the method as an attribute.
-            return type(self).step(self, closure, *args, **kwargs)
-        return managed.step(closure, *args, **kwargs)
-
-    step.owner = owner  # type: ignore[attr-defined]
-    step.managed = managed  # type: ignore[attr-defined]
-    if hasattr(managed.inner, "_wrapped_by_lr_sched"):
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    methods: list[Any] = [step, *(_on_masters(managed, optimizer, name) for name in (_LOAD, *_own_methods(optimizer)))]
-    undos.push(functools.partial(_end, managed))
-    if states is not None:
-        undos.push(functools.partial(_decode_states, managed))
-        with managed.params.masters_in_groups():
-            pass  # the end encodes the state that the optimizer has already
-        for holder in managed.params.holders():
-            if hasattr(holder, "_optimizer_state_dict_post_hooks"):
-                undos.push(holder.register_state_dict_post_hook(lambda _, state: decoded_state_dict(state)).remove)
-    for function in methods:
-        # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is made later
-        # wraps this method. The undo cannot remove the method without that wrapper, so both stay, and call the
-        # optimizer's own.
-        undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
-    for inner in wrapped_by(optimizer):
-        # Its load_state_dict would cast state to the dtype of the weights, too.
-        undos.set_attribute(inner, _LOAD, WeakMethod(_on_masters(managed, inner, _LOAD), inner), stays_wrapped=True)
-    managed.is_patched = True
-
-
-def _end(managed: ManagedOptimizer) -> None:
-    managed.is_patched = False
-    managed.params.release()
-
-
-def _decode_states(managed: ManagedOptimizer) -> None:
-    """Convert the optimizer's state back to float32, unless it was freed."""
-    if managed.reference() is None:
-        return
-    managed.params.close()
-    for holder in managed.params.holders():
-        decode([state for state in holder.state.values() if isinstance(state, dict)])
-
-
-def _on_masters(managed: ManagedOptimizer, optimizer: Optimizer, name: str) -> Callable[..., Any]:
-    """Make a method that runs a method of an optimizer, or of one that it wraps, on float32 masters."""
-    known = weakref.ref(optimizer)
-    inner = weakly_bound(getattr(optimizer, name), optimizer)
-
-    @functools.wraps(getattr(inner, "__func__", inner))
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not known():
-            return getattr(type(self), name)(self, *args, **kwargs)
-        params, masters = managed.params, managed.shared.masters
-        if not managed.is_patched or params.is_open or (name == _LOAD and masters.are_in_model):
-            return inner(*args, **kwargs)
-        managed.check_unscaled(f"optimizer.{name}()")
-        masters.apply_writes()
-        with CastsAs():
-            if name == _LOAD:
-                with params.masters_in_groups_for_load():
-                    result = inner(*args, **kwargs)
-            else:
-                with params.masters_in_groups():
-                    result = inner(*args, **kwargs)
-        renew_weight_casts()
-        return result
-
-    method.__name__ = name
-    return method
-
-
-def _own_methods(optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's public methods that torch's do not have, such as schedule-free's ``eval``."""
-    known = set(dir(Optimizer))
-    names = dict.fromkeys([name for cls in type(optimizer).__mro__ for name in vars(cls)])
-    return [
-        name
-        for name in names
-        if not name.startswith("_")
-        and name not in known
-        and inspect.isfunction(getattr(type(optimizer), name, None))
-        and not isinstance(inspect.getattr_static(type(optimizer), name), staticmethod)
-    ]
-
-
-class WeakMethod:
-    """A method that is set as an attribute of the object it is bound to, and refers to that object weakly.
-
-    A bound method would be a reference cycle. Copies and pickles of optimizers do not have such methods, because torch
-    leaves attributes out of an optimizer's state.
-    """
-
-    __slots__ = ("__func__", "__weakref__", "_owner")
-
-    def __init__(self, function: Callable[..., Any], owner: object) -> None:
-        self.__func__ = function
-        self._owner = weakref.ref(owner)
-
-    @property
-    def __self__(self) -> Any:
-        """The optimizer.
-
-        Raises:
-            ReferenceError: it was freed, and this method was kept.
-        """
-        owner = self._owner()
-        if owner is None:
-            raise ReferenceError(
-                f"the optimizer of this {self.__func__.__name__} was freed: keep it as long as its methods"
-            )
-        return owner
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(types.MethodType(self.__func__, self.__self__))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self._owner()
-        return self.__func__(self.__self__ if owner is None else owner, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not self.__func__: before copy or pickle has set it, that would call __getattr__ again.
-        return getattr(object.__getattribute__(self, "__func__"), name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WeakMethod":
-        return WeakMethod(self.__func__, copy.deepcopy(self.__self__, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a bound method is pickled: by its owner and name."""
-        return getattr, (self.__self__, self.__func__.__name__)
-
-
-def weakly_bound(method: Any, owner: object) -> Any:
-    """Return a bound method of ``owner`` as a :class:`WeakMethod`; any other callable unchanged."""
-    if type(method) is types.MethodType and method.__self__ is owner:
-        return WeakMethod(method.__func__, owner)
-    return method

@@ -15,7 +15,7 @@ from loops import iterate
 
 import mpinit
 from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -322,7 +322,7 @@ def trained_in_16_bit(
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
     optimizer = make(model.parameters())
-    with mock.patch.object(optimizer_params, "BUCKET_BYTES", bucket):
+    with mock.patch.object(parts, "BUCKET_BYTES", bucket):
         mpinit.initialize(model, optimizer, "O5", **keywords)
         for index in range(4):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))

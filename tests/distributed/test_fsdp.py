@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 import mpinit
 from mpinit.distributed.sharding import shard
 from mpinit.masters.codecs.encoded import encoded_part
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 
 @ranks(
@@ -371,7 +371,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @ranks(2, ("int8", "split"), ("bfloat16", "O5"), ("int8", "O0"))
-@mock.patch.object(optimizer_params, "BUCKET_BYTES", 40_000)
+@mock.patch.object(parts, "BUCKET_BYTES", 40_000)
 def test_shards_are_encoded_as_parameters_of_their_own_are(encoding: str, kind: str) -> None:
     model, optimizer = encoded(encoding, kind)
     alone = nn.ParameterList(part.detach().chunk(2)[dist.get_rank()].clone() for part in wide_network().parameters())

@@ -1,5 +1,6 @@
 """``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -488,3 +489,19 @@ def test_blocks_follow_a_model_that_changes_between_them(kind: str) -> None:
             torch.testing.assert_close(moved, torch.full_like(moved, 0.125), rtol=0, atol=2**-8)
         assert all(one is other for one, other in zip(own, (*model.parameters(), *model.buffers()), strict=True))
         step(model, optimizer, batch)
+
+
+def test_loading_an_optimizer_is_refused_inside() -> None:
+    """Its state would become 16-bit, as the weights in its groups."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5")
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    with (
+        mpinit.float32_weights(model),
+        pytest.raises(RuntimeError, match=r"load_state_dict\(\) was called inside .*float32_weights"),
+    ):
+        optimizer.load_state_dict(saved)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}

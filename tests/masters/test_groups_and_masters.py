@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 from mpinit.masters.codecs.encoded import EncodedState
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 # No 16-bit type holds these; every one holds the gradient.
 START = torch.tensor([[1.0001, -2.0003, 0.3337], [-0.7003, 5.0007, 3.0001]])
@@ -279,7 +279,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def _small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
     if kind in KINDS and kind != "split, whole":
-        monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 512)
+        monkeypatch.setattr(parts, "BUCKET_BYTES", 512)
 
 
 class Own(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpinit
 from mpinit.masters import split
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 
 def test_levels_follow_allocations_through_stages() -> None:
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", BUCKET)
 
 
 def step_traced(properties: dict[str, Any]) -> Level:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 import mpinit
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 pytestmark = pytest.mark.device
 
@@ -154,7 +154,7 @@ def test_steps_with_a_closure_are_those_by_hand(
 ) -> None:
     model, by_hand = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](model.parameters())
-    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 256)
     mpinit.initialize(model, optimizer, **SETTINGS[setting])
 
     def evaluate() -> torch.Tensor:

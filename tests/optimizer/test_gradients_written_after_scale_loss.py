@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, masters, mse, same, started
-from session_device import device
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -70,9 +69,6 @@ def test_what_is_written_after_the_block_is_not_stepped(level: str, write: str, 
     assert mpinit.loss_scale(optimizer) == scale, "the scale is not at fault"
     report = mpinit.overflow_report(optimizer)
     assert report is not None and report.parameters == ("3.weight",)
-    # Where nothing is unscaled, nobody has looked before the step; nor where a kernel skips by itself.
-    if make == "SGD" or device().type == "cpu":
-        assert ("was written to them" in report.advice) == (level not in ("O0", "O5"))
     optimizer.zero_grad()
     backward(mse(model, BATCH), optimizer)
     optimizer.step()

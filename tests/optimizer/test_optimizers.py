@@ -201,35 +201,13 @@ def test_optimizer_from_elsewhere_may_have_stepped_and_grow(level: str, name: st
     loops.close(model.state_dict().values(), reference.parameters(), 0.03)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dtype) -> None:
-    def trained(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(16, 4)
-        optimizer = SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
-        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype)
-        optimizer.add_param_group({"params": [model.bias]})
-        for _ in range(3):
-            loops.iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
-        return model, optimizer
-
-    (model, optimizer), (expected, _) = trained(True), trained(False)
-    # Where torch's kernel is right by now it is used, and rounds at other places.
-    few_bits = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=few_bits, atol=few_bits)
-    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("wrap", [loops.Forwarding, Lookahead], ids=["shows the groups", "keeps the old groups"])
-def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
-    wrap: Callable[[Optimizer], Optimizer], level: str
-) -> None:
+def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(wrap: Callable[[Optimizer], Optimizer]) -> None:
     model = nn.Linear(64, 1, bias=False)
     nn.init.ones_(model.weight)
     inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     optimizer = wrap(inner)
-    mpinit.initialize(model, optimizer, level, cast_model_type=torch.bfloat16)
+    mpinit.initialize(model, optimizer, "O2", cast_model_type=torch.bfloat16)
     inner.load_state_dict(inner.state_dict())
     model.weight.grad = torch.ones_like(model.weight, dtype=model.weight.grad_dtype)
     optimizer.step()

@@ -18,7 +18,7 @@ from masters_by_hand import rounded
 from torch import nn
 
 import mpinit
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 Maker = Callable[[list[Any]], Any]
 # What these are made for a survey has not.
@@ -334,7 +334,7 @@ def survey(make: Maker, run: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 512)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 512)
 
 
 class Refused(Exception):

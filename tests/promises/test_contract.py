@@ -953,15 +953,15 @@ def test_a_report_does_not_tell_of_an_earlier_block(store: str) -> None:
 
 @stores
 def test_a_report_says_only_what_was_looked_at(store: str) -> None:
-    """At scale 1 nobody has looked at the gradients before the step."""
-    for scale, has_looked in ((1.0, False), (64.0, True)):
+    """Nobody knows when inf and nan were written."""
+    for scale in (1.0, 64.0):
         model, optimizer = one_weight(store, loss_scale=scale, skip_nonfinite=True)
         pass_of(model, optimizer, torch.ones(1, 2))
         model.weight.grad.mul_(float("nan"))  # type: ignore[union-attr]
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer)
         advice = mpinit.overflow_report(optimizer).advice
-        assert ("The gradients were finite after the backward pass" in advice) == has_looked
+        assert "were finite after" not in advice
 
 
 def test_one_step_has_scale_loss_or_a_grad_scaler() -> None:

@@ -156,7 +156,7 @@ def test_an_optimizer_is_freed_while_another_is_removed(at: int) -> None:
         sys.settrace(None)
         gc.enable()
     gc.collect()
-    assert [members.optimizer for members in managed.shared.params] == [optimizers[1]]
+    assert [members.groups.optimizer for members in managed.shared.params] == [optimizers[1]]
     assert [master.optimizers for master in session.masters] == [1, 1]
 
 

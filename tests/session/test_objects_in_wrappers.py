@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 from mpinit import registry
-from mpinit.optimizer import params as optimizer_params
+from mpinit.optimizer import parts
 
 
 class Accelerated(loops.Forwarding):
@@ -250,7 +250,7 @@ def test_optimizer_state_moves_to_the_master_and_back(make: Callable[[Any], Opti
 
 
 def test_counters_and_hooks_run_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 4)
     model = loops.mlp()
     optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
@@ -289,7 +289,7 @@ def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
 
 
 def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_params, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 4)
     model, data = loops.mlp(), loops.batches(4)
     reference = ByHand(model, "split", decays)
     optimizer = start(model, "O5", make=decays, master_weights="split")

@@ -32,8 +32,7 @@ class FusedAdam(OverTorch, torch.optim.Adam):
         >>> optimizer = FusedAdam([weight], lr=0.1)
     """
 
-    # _init_group increments each parameter's own step count: mpinit may step a few parameters at a time.
-    overrides_update_each_parameter: ClassVar[bool] = True
+    steps_per_parameter: ClassVar[bool] = True  # for mpinit, which may step a few parameters at a time
 
     def __init__(
         self,

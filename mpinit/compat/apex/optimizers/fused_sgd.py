@@ -1,7 +1,7 @@
 """FusedSGD: torch's SGD under apex's name and options."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,8 @@ class FusedSGD(OverTorch, torch.optim.SGD):
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
     """
+
+    steps_per_parameter: ClassVar[bool] = True  # for mpinit, which may step a few parameters at a time
 
     def __init__(
         self,

@@ -1,51 +1,24 @@
-"""What an optimizer finds in the place of weights while its own code runs: its state, masters and their gradients."""
+"""Some weights of an optimizer, whose masters are read, get their gradients and are rounded together."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from ..basics.bulk import are_same, grads_of, set_grads
-from ..basics.running import without_gradients
+from ..basics.running import bucket_bytes_at_most, without_gradients
+from ..distributed.sharding import shard
 from ..masters.masters import MasterBatch
 
-
-class SwappedState:
-    """The state of an optimizer as it is between steps, and the same entries under the masters.
-
-    Attributes:
-        outer: the state under the weights.
-        inner: the state under the masters; kept from step to step, because the hash of a tensor is a call of Python.
-    """
-
-    def __init__(self, outer: Any, of_weight: Mapping[int, Any]) -> None:
-        self.outer = outer
-        self.inner = defaultdict(outer.default_factory) if isinstance(outer, defaultdict) else type(outer)()
-        self.inner.update(zip([of_weight.get(id(key), key) for key in outer], outer.values(), strict=True))
-        self._values = [*outer.values()]
-
-    def is_as_seen(self, outer: Any) -> bool:
-        """Return whether ``outer`` is the same state with the same values, which have the same keys then."""
-        return outer is self.outer and are_same([*outer.values()], self._values)
-
-    def bring_back(self, inner: Any, of_inner: Mapping[int, Any]) -> None:
-        """Let the outer state have what the optimizer's code has left in the inner one, or in another in its place."""
-        if inner is self.outer:
-            return
-        values = [*inner.values()]
-        if are_same(values, self._values):
-            return
-        keys = [of_inner.get(id(key), key) for key in inner]
-        self.outer.clear()
-        self.outer.update(zip(keys, values, strict=True))
-        self.inner, self._values = inner, values
+# Float32 bytes of the bucket of parameters that a step of split masters or encoded states updates at a time.
+BUCKET_BYTES: Final = 64 * 2**20
 
 
 @dataclass(eq=False)
 class Part:
-    """Some weights of an optimizer that are swapped together: all have masters on one device, or all have none.
+    """Some weights of an optimizer: all have masters on one device, or all have none.
 
     Attributes:
         weights, inner: the weights, and the parameter that replaces each while the optimizer's code runs.
@@ -54,14 +27,16 @@ class Part:
         versions: the versions of those gradients that are copies of the weights', to find writes to them; empty if none
             is a copy.
         is_read: whether the masters have values that must be rounded into the weights.
+        hidden: the gradients of weights without masters, while other parts are stepped; None if they are not hidden.
     """
 
     weights: list[Any]
     inner: list[Any]
-    batch: MasterBatch | None
+    batch: MasterBatch | None = None
     set_to: Sequence[torch.Tensor | None] | None = field(default=None, init=False)
     versions: Sequence[int | None] = field(default=(), init=False)
     is_read: bool = field(default=False, init=False)
+    hidden: list[torch.Tensor | None] | None = field(default=None, init=False)
 
     def read(self) -> None:
         """Set the masters to the float32 numbers that the weights mean."""
@@ -70,8 +45,10 @@ class Part:
             self.is_read = True
 
     def set_gradients(self) -> None:
-        """Set the masters' gradients to their weights', in float32."""
+        """Set the masters' gradients to their weights', in float32; or show those that are hidden."""
         if self.batch is None:
+            if self.hidden is not None:
+                set_grads(self.weights, self.hidden)
             return
         theirs = grads_of(self.weights)
         widened = self.batch.widened(theirs)
@@ -83,12 +60,14 @@ class Part:
             self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
     @without_gradients
-    def return_gradients(self, are_untouched: bool = False) -> None:
+    def return_gradients(self, are_untouched: bool) -> None:
         """Do to the weights' gradients what the optimizer's code did to the masters': clear, replace or write them.
 
         Args:
-            are_untouched: whether that code only reads them. Default False.
+            are_untouched: whether that code only reads them.
         """
+        if self.hidden is not None:
+            self.hide_gradients()  # the optimizer may have cleared some
         if self.set_to is None:
             return
         present = self.set_to if are_untouched else grads_of(self.inner)
@@ -103,8 +82,37 @@ class Part:
         self.set_to, self.versions = None, ()
         set_grads(self.inner, [None] * len(self.inner))
 
+    def hide_gradients(self) -> None:
+        """Take the gradients of weights without masters away, while other parts are stepped."""
+        self.hidden = grads_of(self.weights)
+        set_grads(self.weights, [None] * len(self.weights))
+
+    def show_gradients(self) -> None:
+        """Reverse :meth:`hide_gradients`."""
+        if self.hidden is not None:
+            set_grads(self.weights, self.hidden)
+            self.hidden = None
+
     def write(self) -> None:
         """Round the masters into their weights."""
         if self.is_read and self.batch is not None:
             self.batch.write()
             self.is_read = False
+
+
+def in_buckets(weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Divide weights into buckets: of one device, limited by the bytes of their float32 numbers.
+
+    Weights of odd sizes are last: compiled functions take neighbours in pairs.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    room: dict[torch.device, tuple[list[nn.Parameter], int]] = {}
+    for weight in sorted(weights, key=lambda each: shard(each).numel() % 2):
+        size = 8 * shard(weight).numel()
+        bucket, remaining = room.get(weight.device, (None, 0))
+        if bucket is None or remaining < size:
+            bucket, remaining = [], bucket_bytes_at_most(weight.device, BUCKET_BYTES)
+            buckets.append(bucket)
+        bucket.append(weight)
+        room[weight.device] = bucket, remaining - size
+    return buckets
