@@ -59,9 +59,7 @@ def test_a_run_writes_a_file_that_the_tables_read(tmp_path: Path, monkeypatch: p
     assert "import mpinit" in tables.setting_up("cpu") and tables.loops("cpu") == ""
 
 
-def test_a_step_moves_weights_a_missing_compiler_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_moves_weights_a_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Steps("split", "cpu", QUICK)
     before = [weight.detach().clone() for weight in case.way.model.parameters()]
     assert case.seconds(3) > 0

@@ -303,3 +303,16 @@ def test_state_of_0_dimensional_weight_is_cast_without_masters(make: Callable[..
         assert after == known
         runs.append([parameter.detach().clone() for parameter in model.parameters()])
     torch.testing.assert_close(*runs, rtol=0.01, atol=2e-3)
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch's kernel is right from 2.15 on")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fused_sgd_of_16_bit_weights_is_refused_on_a_cpu(dtype: torch.dtype) -> None:
+    """Its kernel leaves most numbers as they are, with AVX-512."""
+    model = nn.Linear(16, 4, device="cpu")
+    optimizer = SGD(model.parameters(), lr=0.5, fused=True)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"fused=False"):
+        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    mpinit.initialize(model, optimizer, "O2", cast_model_type=dtype)
