@@ -66,7 +66,7 @@ def float32_weights(owners: Any) -> Iterator[None]:
 @contextmanager
 def _of_session(session: Session) -> Iterator[None]:
     session.managed.check_idle("mpinit.float32_weights()")
-    session.masters.apply_writes()
+    session.masters.follow_writes()
     block = Float32Block(session.models, session.casts)
     _open.append(session)
     try:

@@ -264,7 +264,7 @@ class Session:
             The undo of the addition. It is valid only until anything else is done with the session.
         """
         self.managed.check_idle("mpinit.add_optimizers()")
-        self.masters.apply_writes()
+        self.masters.follow_writes()
         check_optimizers(optimizers, self.plan)
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()

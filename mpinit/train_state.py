@@ -94,7 +94,7 @@ class TrainState:
         """
         options, session = self._asked(), self._session()
         if session is not None:
-            session.masters.apply_writes()
+            session.masters.follow_writes()
         unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
         state = self._named(options)
         if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:

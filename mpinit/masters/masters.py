@@ -173,7 +173,7 @@ class Masters(ABC):
         if self.are_in_model:
             raise RuntimeError(_IN_BLOCK.format(what))
 
-    def apply_writes(self) -> None:
+    def follow_writes(self) -> None:
         """Round masters that users have written to into their weights; at a forward, a step, and before a read.
 
         Raises:

@@ -108,7 +108,7 @@ class _ModuleCopies(OfModule):
 
     def _plain(self) -> nn.Module:
         """Return an object of the module's class with its attributes, but without those of mpinit."""
-        self.copies.casts.masters.apply_writes()
+        self.copies.casts.masters.follow_writes()
         module, plain = self.module, object.__new__(type(self.module))
         for name, value in vars(module).items():
             kept: Any = value
@@ -157,7 +157,7 @@ class _OptimizerCopies:
     def _present(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "a method of an optimizer is called while the optimizer is alive"
-        self._copies.casts.masters.apply_writes()
+        self._copies.casts.masters.follow_writes()
         return optimizer
 
 

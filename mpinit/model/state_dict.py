@@ -134,7 +134,7 @@ class Float32State:
             self._to_load.clear()
             self._rebuilt.clear()
             self._entries.loaded(state_dict)
-            self._casts.masters.apply_writes()
+            self._casts.masters.follow_writes()
             _check_way_of_loading(module, metadata)
             self.add_hooks(module)
         self._to_load[id(module)] = prefix, state_dict

@@ -49,7 +49,7 @@ class Writes:
         """Apply pending writes, and warn of those that reach nothing.
 
         Raises:
-            RuntimeError: see :meth:`.Masters.apply_writes`.
+            RuntimeError: see :meth:`.Masters.follow_writes`.
         """
         if is_distributed():
             note_running_wrapper()
@@ -64,7 +64,7 @@ class Writes:
         self.buffers.before_step()
 
     def _apply(self) -> None:
-        self._masters.apply_writes()
+        self._masters.follow_writes()
         self.entries.warn_of_writes()
 
 

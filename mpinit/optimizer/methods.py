@@ -69,7 +69,7 @@ def _on_masters(managed: ManagedOptimizer, optimizer: Optimizer, name: str) -> C
         what = f"optimizer.{name}()"
         managed.check_outside(what)
         masters.refuse_inside_block(what)
-        masters.apply_writes()
+        masters.follow_writes()
         with CastsAs(), params.masters_in_groups_for_load() if name == _LOAD else params.masters_in_groups():
             result = own(optimizer, *args, **kwargs)
         renew_weight_casts()

@@ -152,7 +152,7 @@ class OptimizerParams:
         try:
             yield
         finally:
-            self.table.apply_writes()
+            self.table.follow_writes()
             self._open()
 
     @contextmanager

@@ -360,14 +360,14 @@ class ManagedOptimizer:
         """Yield the groups' parameters in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         self.check_outside("mpinit.master_params()")
         self.params.sync()
-        self.shared.masters.apply_writes()
+        self.shared.masters.follow_writes()
         yield from self.shared.masters.hand_out(self.params.parameters())
 
     def gradients_to_clip(self) -> list[nn.Parameter]:
         """Return the parameters whose ``grad`` the next step uses."""
         self.check_outside("mpinit.clip_grad_norm_()")
         self.params.sync()
-        self.shared.masters.apply_writes()
+        self.shared.masters.follow_writes()
         if self.gradients.widens:
             self.gradients.widen()
         return self.params.parameters()
