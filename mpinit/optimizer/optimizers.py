@@ -5,7 +5,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -14,6 +13,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
 from ..config.plan import MasterWeightsMode, Plan
+from ..torch_internals.fused_sgd import steps_16_bit_wrongly
 from .gradients import Gradients
 from .members import Members, parameters_of, widen_state, wrapped_by
 from .methods import patch
@@ -163,7 +163,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Refuse optimizers that do not work with the plan's masters, encoded states or loss scale."""
     stored = plan.properties.optimizer_state
     has_16_bit = plan.cast_model and is_lower_precision(plan.model_dtype)
-    steps_16_bit = has_16_bit and plan.masters is MasterWeightsMode.NONE and torch.__version__ < "2.15"
+    steps_16_bit = has_16_bit and plan.masters is MasterWeightsMode.NONE
     for optimizer in optimizers:
         # A sharpness-aware one, whose two half steps use two losses.
         if plan.is_dynamic and all(hasattr(optimizer, name) for name in ("first_step", "second_step")):
@@ -171,10 +171,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         for each in (optimizer, *wrapped_by(optimizer)) if plan.makes_masters else ():
             if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__):
                 raise ValueError(_STEPS_COPIES)
-        if steps_16_bit and isinstance(optimizer, torch.optim.SGD):
-            fused = [p for group in optimizer.param_groups if group["fused"] for p in group["params"]]
-            if any(p.device.type == "cpu" for p in fused):
-                raise ValueError(_FUSED_SGD)
+        if steps_16_bit and steps_16_bit_wrongly(optimizer):
+            raise ValueError(_FUSED_SGD)
         if stored != "float32" and not steps_per_parameter(optimizer):
             raise ValueError(
                 f'optimizer_state="{stored}" decodes a bucket of parameters at a time, and '

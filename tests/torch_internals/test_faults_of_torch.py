@@ -43,6 +43,16 @@ def test_sums_of_a_cpu_stop_at_256_in_bfloat16(stops: str) -> None:
     assert trained is not None and trained.flatten()[0].item() == 256
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="right from torch 2.15 on, when no older one is supported")
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="seen with AVX-512 only")
+def test_fused_sgd_leaves_out_16_bit_numbers_on_a_cpu() -> None:
+    """``torch_internals/fused_sgd.py``."""
+    weight = nn.Parameter(torch.ones(512, dtype=torch.bfloat16, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    assert not bool((weight == 0.5).all())
+
+
 def test_autocast_of_cpu_cannot_concatenate_other_16_bit_dtype() -> None:
     """``autocast/cpu_autocast_list.py``."""
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
