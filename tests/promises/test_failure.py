@@ -146,9 +146,12 @@ def test_an_error_in_a_step_is_at_most_that_step(configuration: str) -> None:
     check_all("AdamW", configuration, each=2 * rarely)
 
 
+# ASGD's averages need all bits: with it encoded states are refused.
+CELLS = [(name, each) for name in OPTIMIZERS for each in CONFIGURATIONS if name != "ASGD" or "encoded" not in each]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "configuration"), CELLS)
 def test_error_at_any_operation_of_a_step_is_at_most_that_step(name: str, configuration: str) -> None:
     check_all(name, configuration, each=1)
 
