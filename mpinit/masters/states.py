@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from ..basics.running import reads_without_sync
+from ..basics.running import is_faster_in_chunks
 from ..distributed.sharding import is_sharded, shard, sharded_as
 from .arithmetic import EAGER, Arithmetic
 from .codecs.codec import Codec, tensor_rows
@@ -64,7 +64,7 @@ class EncodedStates:
                     # Two entries may have been one.
                     if encoded is None or id(encoded) in used or encoded.stride() != part.stride():
                         encoded = EncodedState.of(part, self.codec, self.run)
-                    elif _is_faster_together(encoded):
+                    elif not is_faster_in_chunks(encoded.device):
                         together[id(encoded)] = encoded, part
                     else:
                         encoded.write(part, self.run)
@@ -115,11 +115,6 @@ def decode(states: _States, run: Arithmetic = EAGER) -> dict[tuple[int, Any], En
     return codes
 
 
-def _is_faster_together(state: EncodedState) -> bool:
-    """Return whether the start of an operation costs more than the operation, as on an accelerator."""
-    return not reads_without_sync(state.device)
-
-
 def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
     """Return the indices of the states of each group that is decoded or encoded together, all by the first's codec."""
     groups: list[list[int]] = []
@@ -127,8 +122,8 @@ def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
     for index, state in enumerate(states):
         size = state.numel()
         group, count = last.get(state.device, ([], _TOGETHER))
-        # Others are alone: where operations start fast, of another codec, empty, or without numbers.
-        if not _is_faster_together(state) or state.codec.name != states[0].codec.name or not size or state.is_meta:
+        # Others are alone: on a CPU, where operations start fast, of another codec, empty, or without numbers.
+        if is_faster_in_chunks(state.device) or state.codec.name != states[0].codec.name or not size or state.is_meta:
             groups.append([index])
         elif count + size > _TOGETHER:
             groups.append([index])
