@@ -21,9 +21,8 @@ from .basics.input_classes import register_input
 from .basics.tables import counted
 from .config.loss_scale import DynamicLossScale
 from .config.properties import OPT_LEVELS, Properties
-from .distributed import norms
 from .distributed.float32_allreduce import float32_allreduce_hook
-from .distributed.sharding import is_sharded
+from .distributed.norms import clip_grad_norm_ as clip_norm_
 from .grad_scaler import GradScaler
 from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
@@ -223,11 +222,7 @@ def clip_grad_norm_(
     # ``weight.grad`` is what a step uses: masters are not needed.
     managed = None if session is None else session.managed.find(optimizer)
     parameters = list(master_params(optimizer)) if managed is None else managed.gradients_to_clip()
-    if process_group is not None or any(map(is_sharded, parameters)):
-        norm = norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
-    else:
-        norm = norms.clip_own_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    return norm
+    return clip_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

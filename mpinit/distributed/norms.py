@@ -20,45 +20,12 @@ _NOT_FINITE: Final = (
 
 
 @torch.no_grad()
-def clip_own_grad_norm_(
-    parameters: Sequence[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> torch.Tensor:
-    """Clip the norm of gradients of this process in place; of 16-bit ones it is computed in float32.
-
-    torch computes the norm in the gradients' dtype: a norm above 65,504 is inf in float16, and all gradients become 0.
-
-    Returns:
-        The norm before clipping, 0-dimensional, float32.
-    """
-    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
-    narrow = [gradient for gradient in gradients if gradient.dtype in LOWER_PRECISION]
-    # torch has no norms of sparse gradients, and none of order inf of empty ones.
-    is_own = bool(narrow) or any(g.is_sparse or (math.isinf(norm_type) and not g.numel()) for g in gradients)
-    if not is_own:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    order = float(norm_type)
-    norms = _norms_of_narrow(narrow, order) if narrow else []
-    norms += [_norm(gradient, order) for gradient in gradients if gradient.dtype not in LOWER_PRECISION]
-    device = norms[0].device
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device, torch.float32) for norm in norms]), order
-    )
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
-    _clip(gradients, max_norm, total)
-    return total
-
-
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
+    foreach: bool | None,
     process_group: Group | None,
 ) -> torch.Tensor:
     """Clip the norm of all parameters' gradients in place, as one process that has all of them would.
@@ -66,23 +33,37 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, 0-dimensional, float32, the same on every rank.
     """
-    total = total_norm(parameters, norm_type, process_group)
+    order = float(norm_type)
+    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
+    if process_group is not None or any(map(is_sharded, parameters)):
+        total = _norm_over_ranks(parameters, order, process_group)
+    elif not any(_is_beyond_torch(gradient, order) for gradient in gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    else:
+        norms = _norms(gradients, order)
+        device = norms[0].device
+        total = torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), order)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
-    _clip([gradient for gradient in grads_of(parameters) if gradient is not None], max_norm, total)
+    # As torch does: multiplied by at most 1, without a device sync.
+    products.multiply_(dense_views(gradients), (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
 
 
-def _clip(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Multiply gradients in place by ``max_norm / norm`` if the norm is larger, as torch does."""
-    products.multiply_(dense_views(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def _is_beyond_torch(gradient: torch.Tensor, order: float) -> bool:
+    """Return whether torch's own function cannot compute a gradient's norm.
+
+    It has no norms of sparse gradients, and none of order inf of empty ones. It computes in the gradient's dtype: a
+    float16 norm above 65,504 is inf, and all gradients become 0.
+    """
+    is_empty = math.isinf(order) and not gradient.numel()
+    return gradient.dtype in LOWER_PRECISION or gradient.is_sparse or is_empty
 
 
-def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:
-    """Compute the norm of all gradients; see :func:`clip_grad_norm_`."""
-    order = float(norm_type)
+def _norm_over_ranks(parameters: Sequence[nn.Parameter], order: float, process_group: Group | None) -> torch.Tensor:
+    """Compute the norm of the gradients of all ranks that have shards, or are in the group."""
     if not order > 0:
-        raise ValueError(f"norm_type must be above 0 for gradients of several processes, not {norm_type!r}")
+        raise ValueError(f"norm_type must be above 0 for gradients of several processes, not {order!r}")
     is_max = math.isinf(order)
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -101,11 +82,15 @@ def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_gro
     # Every rank has the same keys, whichever gradients it has.
     parts: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
     for parameter in parameters:
-        powers = parts.setdefault(_spread_of(parameter), [])
+        own = parts.setdefault(_spread_of(parameter), [])
         if parameter.grad is not None:
-            norm = _norm(local(redistribute_like(parameter.grad, parameter)), order).to(zero)
-            powers.append(norm if is_max else norm.pow(order))
-    powers = [reduced(own, [mesh.get_group(dim) for dim in dims]) for (mesh, dims), own in parts.items()]
+            own.append(local(redistribute_like(parameter.grad, parameter)))
+    powers = []
+    for (mesh, dims), own in parts.items():
+        norms = [norm.to(zero) for norm in _norms(own, order)]
+        powers.append(
+            reduced(norms if is_max else [norm.pow(order) for norm in norms], [mesh.get_group(dim) for dim in dims])
+        )
     power = reduced(powers, [] if process_group is None else [process_group])
     return (power if is_max else power.pow(1.0 / order)).float()
 
@@ -118,13 +103,14 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
     return parameter.device_mesh, dims
 
 
-def _norms_of_narrow(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Compute float32 norms of 16-bit gradients; on a CPU of small ones together."""
-    if any(gradient.is_sparse or not gradient.numel() for gradient in gradients):
-        return [_norm(gradient, order) for gradient in gradients]
+def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Compute norms, of 16-bit gradients in float32: together where they are dense, on a CPU small ones as one."""
+    dense = [g for g in gradients if g.dtype in LOWER_PRECISION and not g.is_sparse and g.numel()]
+    together = set(map(id, dense))
     # The norm of order 0 counts numbers, and is no norm of norms.
-    fewer = in_fewer_tensors(gradients) if order > 0 else gradients
-    return list(torch._foreach_norm(list(fewer), order, dtype=torch.float32))
+    fewer = list(in_fewer_tensors(dense)) if order > 0 else dense
+    norms = list(torch._foreach_norm(fewer, order, dtype=torch.float32)) if fewer else []
+    return norms + [_norm(gradient, order) for gradient in gradients if id(gradient) not in together]
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
