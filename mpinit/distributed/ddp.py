@@ -1,7 +1,7 @@
 """DistributedDataParallel (DDP) around initialised models, and what it does not do for float32 masters."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,24 +15,13 @@ from .verdict import Group, device_for, groups_of
 
 # The settings of a rank with initialize(enabled=False).
 _OFF: Final = {"enabled": "False"}
-# Bytes sent in one call.
-_CHUNK: Final = 1 << 26
-# The wrappers whose forward has called an initialised model. An older one is in no registration hook.
+# The wrappers whose forward has called an initialised model, or that were in one when it was initialised. One that is
+# older than the session is in no registration hook.
 _CALLED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _OLDER: Final = (
     "this {0} was made before mpinit.initialize, and has recorded the parameters' dtypes: it does not reduce the "
     "gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize first and wrap the "
     "model in {0} afterwards"
-)
-_JOINS: Final = (
-    "optimizer.step() was called inside of DistributedDataParallel's join(), at whose end torch makes the 16-bit "
-    "weights of all ranks one, and neither the float32 masters nor the loss scales. Give all ranks equally many "
-    "batches (DistributedSampler, drop_last=True), or train with loss_scale=1.0 at opt_level='O1' or with "
-    "master_weights='model'"
-)
-_SUBGROUPS: Final = (
-    "DistributedDataParallel has a post_localSGD_hook, which averages gradients over a part of the ranks: an overflow "
-    "would be skipped there alone. Pass process_group=torch.distributed.group.WORLD to mpinit.initialize"
 )
 
 
@@ -65,18 +54,24 @@ class Wrappers:
         changed: Iterable[int] = (),
     ) -> None:
         self._parameters, self._changed = set(parameters), set(changed)
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._older: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._older.update([module for module in modules_of(*models) if _is_ddp(module)])
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         for wrapper in [each for each in _CALLED if self._is_around(each)]:
             _CALLED.discard(wrapper)
+        _CALLED.update([module for module in modules_of(*models) if is_ddp(module)])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the wrappers, but for older ones that :meth:`take_older` has still to list."""
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def _is_around(self, wrapper: Any) -> bool:
         return any(id(parameter) in self._parameters for parameter in wrapper.module.parameters())
 
     def add(self, wrapper: Any) -> None:
         """Add a wrapper that is being made, and has its module and its process group already."""
-        self._made.add(wrapper)
+        self._known.add(wrapper)
 
     def take_older(self) -> list[Any]:
         """List the wrappers that are older than the session, and were not listed before.
@@ -84,94 +79,33 @@ class Wrappers:
         Raises:
             RuntimeError: the session has changed the dtype of the parameters of one.
         """
-        found = [*self._older, *(each for each in _CALLED if each not in self._made and self._is_around(each))]
+        found = [each for each in _CALLED if each not in self._known and self._is_around(each)]
         for wrapper in found:
             if any(id(parameter) in self._changed for parameter in wrapper.module.parameters()):
                 raise RuntimeError(_OLDER.format(type(wrapper).__name__))
-        self._made.update(found)
-        self._older.clear()
+        self._known.update(found)
         return found
 
-    def exist(self) -> bool:
-        """Return whether there is a wrapper of the models, an older one too."""
-        return bool(self._made or self._older) or any(map(self._is_around, _CALLED))
+    def have_reduced(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Return whether the last backward pass has averaged gradients of some weights: not inside of ``no_sync()``."""
+        # The flag of the last forward, too: the backward pass may have ended in no_sync(). A forward under no_grad
+        # looks alike, so wrappers of other weights do not count.
+        local = [each for each in self if not (each.require_backward_grad_sync and each.require_forward_param_sync)]
+        ids = set(map(id, weights)) if local else set()
+        return not any(id(parameter) in ids for wrapper in local for parameter in wrapper.module.parameters())
 
-    def list(self) -> list[Any]:
-        """List the wrappers, but for those that :meth:`take_older` has still to list."""
-        return [*self._made]
 
-
-def _is_ddp(module: nn.Module) -> bool:
+def is_ddp(module: nn.Module) -> bool:
+    """Return whether a module is a DistributedDataParallel."""
     return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
-def check_step(wrappers: Sequence[Any], has_group: bool) -> None:
-    """Refuse a step in which the ranks of a wrapper would part.
-
-    Args:
-        has_group: whether there is a ``process_group``, over which overflows are agreed on.
-
-    Raises:
-        RuntimeError: the step is in ``join()``, or gradients are averaged over a part of the ranks.
-    """
-    if any(wrapper._join_config.enable for wrapper in wrappers):
-        raise RuntimeError(_JOINS)
-    hooks = [hook for wrapper in wrappers for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    if not has_group and any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook in hooks):
-        raise RuntimeError(_SUBGROUPS)
-
-
-def reduced_by(wrapper: Any) -> list[nn.Parameter]:
-    """List the parameters whose gradients a DDP averages."""
-    ignored = wrapper.parameters_to_ignore
-    return [parameter for name, parameter in wrapper.module.named_parameters() if name not in ignored]
-
-
-def have_reduced(wrappers: Sequence[Any], weights: Iterable[torch.Tensor]) -> bool:
-    """Return whether the last backward passes have averaged gradients: not inside of ``no_sync()``.
-
-    Args:
-        weights: those that the loss is for. A wrapper of others may have run under ``no_grad`` last, which looks alike.
-    """
-    if not all(wrapper.require_backward_grad_sync for wrapper in wrappers):
-        return False
-    # torch's flag of the last forward: that may have been in no_sync(), and the backward pass behind it.
-    local = [wrapper for wrapper in wrappers if not wrapper.require_forward_param_sync]
-    ids = set(map(id, weights)) if local else set()
-    return not any(id(parameter) in ids for wrapper in local for parameter in wrapper.module.parameters())
-
-
-@torch.no_grad()
-def broadcast(values: Sequence[Callable[[], torch.Tensor]], group: Group) -> Iterator[tuple[int, torch.Tensor]]:
-    """Send float32 numbers from the first rank of a group to all others, a few at a time.
-
-    Yields:
-        On the receiving ranks: an index of ``values``, and the sent value, in a new tensor. On the first: nothing.
-    """
+def of_first_rank(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return a copy of the first rank's tensor, on all ranks of a group, which all have to call it."""
     distributed: Any = torch.distributed
-    receives = distributed.get_rank(group) != 0
-    for first, chunk in _chunks(values):
-        flat = torch.cat([part.reshape(-1) for part in chunk])
-        there = flat.to(device_for(group, flat.device))
-        distributed.broadcast(there, group=group, group_src=0)
-        if receives:
-            parts = torch.split(there.to(flat.device), [part.numel() for part in chunk])
-            for index, (part, old) in enumerate(zip(parts, chunk, strict=True)):
-                yield first + index, part.view(old.shape)
-
-
-def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    chunk: list[torch.Tensor] = []
-    first = size = 0
-    for index, get in enumerate(values):
-        value = get().detach()
-        if chunk and (size + 4 * value.numel() > _CHUNK or chunk[0].device != value.device):
-            yield first, chunk
-            chunk, first, size = [], index, 0
-        chunk.append(value)
-        size += 4 * value.numel()
-    if chunk:
-        yield first, chunk
+    there = tensor.detach().to(device_for(group, tensor.device), copy=True, memory_format=torch.contiguous_format)
+    distributed.broadcast(there, group=group, group_src=0)
+    return there.to(tensor.device)
 
 
 def refuse_training(wrapper: Any) -> None:
@@ -221,5 +155,5 @@ def forget_disabled(models: Iterable[nn.Module]) -> None:
 
 
 def _compare_wrapped(wrapper: Any, name: str, module: nn.Module | None) -> None:
-    if module is not None and _is_ddp(wrapper) and any(part in _DISABLED for part in module.modules()):
+    if module is not None and is_ddp(wrapper) and any(part in _DISABLED for part in module.modules()):
         check_same(_OFF, {}, [wrapper.process_group])

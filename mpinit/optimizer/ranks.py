@@ -1,6 +1,5 @@
 """What a session shares with the sessions of other processes: settings, float32 values, and whether to step."""
 
-import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -13,15 +12,7 @@ from ..basics.modules import modules_of
 from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.running import current_pass
 from ..distributed.agreement import check_same
-from ..distributed.ddp import (
-    Wrappers,
-    broadcast,
-    check_step,
-    forget_disabled,
-    have_reduced,
-    reduced_by,
-    refuse_training,
-)
+from ..distributed.ddp import Wrappers, forget_disabled, is_ddp, of_first_rank, refuse_training
 from ..distributed.sharding import (
     fsdp1_refusal,
     groups_of_fsdp,
@@ -29,7 +20,7 @@ from ..distributed.sharding import (
     is_distributed,
     keep_gradients,
 )
-from ..distributed.verdict import Group, device_for, groups_of, reduce_found_inf
+from ..distributed.verdict import Group, groups_of, reduce_found_inf
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
 from .members import Members
@@ -53,8 +44,12 @@ _INSIDE_BACKWARD: Final = (
     "optimizer.step() was called inside of backward(), and gradients are reduced over ranks at its end: every rank "
     "would step with gradients of its own. Call it after backward(), or train in one process"
 )
-
-
+_JOINS: Final = (
+    "optimizer.step() was called inside of DistributedDataParallel's join(), at whose end torch makes the 16-bit "
+    "weights of all ranks one, and neither the float32 masters nor the loss scales. Give all ranks equally many "
+    "batches (DistributedSampler, drop_last=True), or train with loss_scale=1.0 at opt_level='O1' or with "
+    "master_weights='model'"
+)
 _LOCAL: Final = (
     "the last backward pass was in no_sync(), so this step would use gradients of this rank alone, and an overflow in "
     "them would move the loss scale of this rank alone. Leave no_sync() for the last pass before a step; or pass "
@@ -83,6 +78,8 @@ class Ranks:
     Attributes:
         groups: the process groups over which a step reduces ``found_inf``; empty where no gradient differs by rank.
         is_first_step: whether :meth:`before_step` was not called yet.
+        are_local: whether the last block's gradients are those of this rank alone, as after a pass in ``no_sync()``,
+            and no group reduces ``found_inf``: a later pass that averages them decides, or the step.
     """
 
     def __init__(
@@ -90,6 +87,7 @@ class Ranks:
     ) -> None:
         self.groups: list[Group] = []
         self.is_first_step = True
+        self.are_local = False
         self._members = members
         self._masters = masters
         self._scalers = scalers
@@ -97,9 +95,8 @@ class Ranks:
         self._settings: Mapping[str, str] = {}
         self._wrappers = Wrappers()
         self._fsdp_groups: list[Any] | None = None
-        # The id of an optimizer's list of weights -> the weights and wrappers that were compared.
-        self._checked: dict[int, tuple[int, ...]] = {}
-        self._are_local = False
+        # The optimizers' lists of weights, with their lengths, and the wrappers that all of them were found in.
+        self._checked: set[tuple[int, ...]] = set()
 
     def watch(
         self,
@@ -140,7 +137,7 @@ class Ranks:
             own = set(map(id, modules_of(*self._members.models)))
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._is_of_models(module):
+        elif is_ddp(wrapper) and self._is_of_models(module):
             self.check_present()
             self._share_values(module, wrapper.process_group)
             self._wrappers.add(wrapper)
@@ -160,21 +157,18 @@ class Ranks:
             },
             [group],
         )
-        tensors = [parameter for name, parameter in module.named_parameters() if name not in ignored]
-        found = [master for master in map(masters.of, tensors) if master is not None]
-        for index, sent in broadcast([functools.partial(masters.values, master) for master in found], group):
-            masters.load(found[index], sent)
+        for name, parameter in module.named_parameters():
+            master = masters.of(parameter)
+            if master is not None and name not in ignored:
+                masters.load(master, of_first_rank(masters.values(master), group))
         for scaler in self._scalers:
             if scaler.is_dynamic:
-                counters = scaler.counters()
-                there = counters.to(device_for(group, counters.device))
-                torch.distributed.broadcast(there, group=group, group_src=0)
-                scaler.load_counters(there)
+                scaler.load_counters(of_first_rank(scaler.counters(), group))
 
     @property
     def has_wrappers(self) -> bool:
         """Whether DistributedDataParallel reduces gradients of the models, in buckets of the weights' dtype."""
-        return self._wrappers.exist()
+        return len(self._wrappers) > 0
 
     def check_reduces(self, scaler: LossScaler) -> None:
         """Refuse a scaled loss whose gradients FSDP2 keeps: nobody would unscale them.
@@ -190,16 +184,13 @@ class Ranks:
         if keep_gradients(self._fsdp_groups):
             raise RuntimeError(_UNREDUCED)
 
-    def have_reduced(self, weights: Iterable[nn.Parameter] = ()) -> bool:
-        """Return whether gradients are those of all ranks at the end of a ``scale_loss`` block, and remember that.
-
-        They are not after a pass in ``no_sync()``, nor where gradients differ by rank. Then a step decides.
+    def after_block(self, weights: Iterable[nn.Parameter]) -> None:
+        """Remember whether the last backward pass has averaged gradients over ranks.
 
         Args:
             weights: those that the loss is for.
         """
-        self._are_local = not have_reduced(self._wrappers.list(), weights)
-        return not (self.groups or self._are_local)
+        self.are_local = not (self.groups or self._wrappers.have_reduced(weights))
 
     def reduce(self, found_inf: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Return the largest ``found_inf`` of all ranks; give the scalers theirs.
@@ -242,20 +233,27 @@ class Ranks:
             return
         for wrapper in self._wrappers.take_older():
             check_same(self._settings, {}, [wrapper.process_group])
-        wrappers, scaler = self._wrappers.list(), self._scalers[0]
-        if scaler.is_dynamic or len(self._masters) > 0:
-            check_step(wrappers, self._process_group is not None)
-        if scaler.is_dynamic and not wrappers and not self.groups:
+        wrappers, scaler = list(self._wrappers), self._scalers[0]
+        if (scaler.is_dynamic or len(self._masters) > 0) and any(each._join_config.enable for each in wrappers):
+            raise RuntimeError(_JOINS)
+        if self.groups or not scaler.skips:
+            return
+        if scaler.is_dynamic and not wrappers:
             raise RuntimeError(_UNKNOWN_PROCESSES.format(torch.distributed.get_world_size() - 1))
-        if scaler.is_dynamic and self._are_local and not self.groups:
+        if scaler.is_dynamic and self.are_local:
             raise RuntimeError(_LOCAL)
         checked = (id(weights), len(weights), *map(id, wrappers))
-        if scaler.skips and not self.groups and self._checked.get(checked[0]) != checked:
-            reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
+        if wrappers and checked not in self._checked:
+            reduced = {
+                id(parameter)
+                for wrapper in wrappers
+                for name, parameter in wrapper.module.named_parameters()
+                if name not in wrapper.parameters_to_ignore
+            }
             outside = [weight for weight in weights if weight.requires_grad and id(weight) not in reduced]
-            if wrappers and outside:
+            if outside:
                 raise RuntimeError(_OUTSIDE.format(self._masters.names.of(outside[0])))
-            self._checked[checked[0]] = checked
+            self._checked.add(checked)
 
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse training with wrappers around parameters whose dtype ``undo`` has changed.
@@ -264,6 +262,6 @@ class Ranks:
             dtypes: the parameters' dtypes before ``undo``.
         """
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in self._wrappers.list():
+        for wrapper in self._wrappers:
             if any(id(parameter) in changed for parameter in wrapper.module.parameters()):
                 refuse_training(wrapper)

@@ -126,13 +126,12 @@ class ScaledLoss:
             return
         for managed in self._own:
             managed.after_block(self._loss, self._scaler, self._scale)
+        ranks = self._losses.managed.shared.ranks
         if is_distributed():
-            ranks = self._losses.managed.shared.ranks
-            have_reduced = ranks.have_reduced([weight for own in self._own for weight in own.params.weights])
-            self._losses.was_unreduced = not (ranks.groups or have_reduced)
+            ranks.after_block([weight for own in self._own for weight in own.params.weights])
         if found is None:
             return
-        if self._losses.was_unreduced:
+        if ranks.are_local:
             # After a pass in no_sync() each rank has other gradients. The next pass averages them, or the step checks
             # those that it uses: either finds the inf of one rank on all.
             for gradients in self._all:
@@ -151,6 +150,7 @@ class ScaledLoss:
             do not count: the scale moves once for them.
         """
         scaler, done = self._scaler, self._ids()
+        are_local = self._losses.managed.shared.ranks.are_local
         found: torch.Tensor | None = None
         error: BaseException | None = None
         for index, gradients in enumerate(self._all):
@@ -160,7 +160,7 @@ class ScaledLoss:
                 error = error or raised
                 continue
             before = self._before[index] if index < len(self._before) else None
-            if result is not None and before is not None and not self._losses.was_unreduced:
+            if result is not None and before is not None and not are_local:
                 result = result * (before == 0)
             found = any_of(found, result)
         if error is not None:
@@ -284,14 +284,13 @@ class Losses:
     Attributes:
         managed: the session's optimizers.
         scalers: the scalers.
-        was_unreduced: whether the last block's gradients were not averaged over ranks, as in ``no_sync()``.
         has_warned_of_writes: whether a write to scaled gradients was warned of.
     """
 
     def __init__(self, managed: ManagedOptimizers, scalers: list[LossScaler]) -> None:
         self.managed = managed
         self.scalers = scalers
-        self.was_unreduced = self.has_warned_of_writes = False
+        self.has_warned_of_writes = False
         self._face = ""
 
     def scaler(self, loss_id: int) -> LossScaler:
