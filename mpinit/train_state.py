@@ -1,7 +1,7 @@
 """One object for ``torch.distributed.checkpoint``: a model, its optimizers and loss scalers, by parameter names."""
 
 import contextlib
-import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,13 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
-from .basics.logs import warn_user
-from .basics.tables import counted
-from .distributed.sharding import is_distributed, is_sharded, shard
+from .distributed.sharding import is_distributed, is_sharded
 from .in_float32 import float32_weights
-from .model.shared_memory import storage_of
-from .optimizer.initial_state import with_initial_state
-from .optimizer.step import ManagedOptimizer
 from .session import Session
 
 
@@ -31,8 +26,9 @@ class TrainState:
     FSDP2 and tensor parallelism. So a checkpoint loads at another level, into another number of processes, and into
     plain torch. Plain torch's checkpoints load too: the keys are torch's, ``{"model": ..., "optim": ...}``.
 
-    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. Before it reads, it refuses files
-    with missing entries or other shapes. :meth:`load_state_dict` checks the whole state before it loads anything.
+    ``dcp.load`` reads into the float32 tensors of the model and optimizer themselves, as in plain torch. Before it
+    reads, it refuses files with missing entries or other shapes. :meth:`load_state_dict` checks the whole state before
+    it loads anything.
 
     Args:
         model: the model, also in a wrapper such as DistributedDataParallel or a compiled module.
@@ -83,20 +79,22 @@ class TrainState:
         """Return the present state.
 
         As in torch, tensors that are float32 in the model or optimizer are not copied: copy those that later steps must
-        not change. For an optimizer without a step, the state has the zeros with which it will start, and a mark, with
-        which a loaded optimizer starts as without a state. The optimizer itself does not change. To make the zeros, one
-        copy of the weights is needed for a moment. If tensors are sharded, every rank has to call this. With
+        not change. For an optimizer without a step, the state has what torch's ``get_state_dict`` makes by a step with
+        gradients and learning rates of 0, and a mark, with which a loaded optimizer starts as without a state. The
+        optimizer itself has no state afterwards. If tensors are sharded, every rank has to call this. With
         DistributedDataParallel one rank is enough.
 
         Returns:
             ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``.
             Floating point weights are float32. "scalers" has a row for each loss: (number of losses, 4) in float64.
         """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         options, session = self._asked(), self._session()
-        if session is not None:
-            session.masters.follow_writes()
-        unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
-        state = self._named(options)
+        with self._with_state() as unstepped:
+            state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=options)}
+            if self._optimizers:
+                state["optim"] = self._named(self._optimizers, options)
         if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:
             return {}
         if self._scalers:
@@ -106,60 +104,57 @@ class TrainState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set weights, optimizers and loss scales.
 
-        If tensors are sharded, or rank 0's state is broadcast, every rank has to call this.
+        A weight of the optimizer that has no state in ``state_dict``, because it was not used, has none afterwards. If
+        tensors are sharded, or rank 0's state is broadcast, every rank has to call this.
 
         Args:
-            state_dict: a result of :meth:`state_dict`, at any level. Or the result of torch's ``get_state_dict(model,
-                optimizer)``, as a pair or under the keys ``"model"`` and ``"optim"`` (or ``"optimizer"``). Or three
-                state dicts under ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's scripts save them. Without
-                scalers the present scales stay. With ``broadcast_from_rank0`` only rank 0's argument is used.
+            state_dict: a result of :meth:`state_dict`, at any level. Or the results of torch's ``get_state_dict(model,
+                optimizer)`` under the keys ``"model"`` and ``"optim"`` (or ``"optimizer"``). Or three state dicts under
+                ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's scripts save them. Without scalers the present
+                scales stay. With ``broadcast_from_rank0`` only rank 0's argument is used.
 
         Raises:
             TypeError: it is no mapping.
             ValueError: it does not fit. The message lists the differences, and nothing was changed.
             RuntimeError: gradients are scaled at the moment.
         """
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
         options = self._asked()
-        self._load_written_masters(state_dict)
-        sent: list[Any] = [{}, None, [], None]
+        # The same options for this process's parts by names, without gathering.
+        of_parts = replace(
+            options,
+            full_state_dict=False,
+            cpu_offload=False,
+            broadcast_from_rank0=False,
+            flatten_optimizer_state_dict=False,
+        )
         from_rank0 = options.broadcast_from_rank0 and is_distributed()
+        with self._with_state():
+            own_model = get_model_state_dict(self._model, options=of_parts)
+            own = [self._named([optimizer], of_parts) for optimizer in self._optimizers]
+        state: dict[str, Any] = {}
+        parts: Sequence[dict[str, Any]] = [{} for _ in own]
+        scalers = refusal = None
         if not from_rank0 or torch.distributed.get_rank() == 0:
             try:
-                checked = self._checked(state_dict, options)
-                sent = [*checked, None]
+                state = _as_parts(state_dict)
+                parts, scalers = self._checked(state, own_model, own, options)
             except (TypeError, ValueError, RuntimeError) as error:
-                sent[-1] = error
-        state, *verdict = sent
+                refusal = error
         if from_rank0:
-            torch.distributed.broadcast_object_list(verdict, src=0)
-        scalers, unstepped, refusal = verdict
+            scalers, refusal = _of_rank0([scalers, refusal])
         if refusal is not None:
             raise refusal
-        for optimizer in self._optimizers:
-            part, how = self._part_of(optimizer, state.get("optim", {}), options)
-            with with_initial_state(optimizer, self._managed(optimizer)):
-                absent = {} if from_rank0 else self._without_state(optimizer, part, options)
-                if absent:
-                    # torch raises for a trainable weight without an entry: it gets one, which is dropped again.
-                    part = {**part, "state": {**part["state"], **{name: own for name, (_, own) in absent.items()}}}
-                set_optimizer_state_dict(self._model, optimizer, part, options=how)
-            for weight, _ in absent.values():
-                optimizer.state.pop(weight, None)
-        session = self._session()
+        for optimizer, mine, part in zip(self._optimizers, own, parts, strict=True):
+            _load(optimizer, mine, part, options.ignore_frozen_params, from_rank0)
         weights = list(self._model.parameters())
         models = [model for each in registry.live() if each.has_one_of(weights) for model in each.models]
         # With a full state torch copies straight into the 16-bit shards, so they are made float32 for that time.
         with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
             # A copy, because torch adds the names of wrappers to the state's keys.
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
-        for optimizer in self._optimizers if not options.ignore_frozen_params else ():
-            self._load_frozen(optimizer, state.get("optim", {}), options)
-        for index in unstepped:
-            # Optimizers create their state in the first step. Some do not start from the state of a step without
-            # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.
-            self._optimizers[index].state.clear()
+        session = self._session()
         if scalers is not None and session is not None:
             checkpoint.load_session_state(session, scalers)
 
@@ -180,140 +175,88 @@ class TrainState:
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
 
-    def _managed(self, optimizer: Optimizer) -> ManagedOptimizer | None:
-        session = registry.of(optimizer)
-        return None if session is None else session.managed.find(optimizer)
+    @contextlib.contextmanager
+    def _with_state(self) -> Iterator[list[int]]:
+        """Let torch's functions make the state of optimizers without a step, and drop it at the end.
 
-    def _load_written_masters(self, loaded: Any) -> None:
-        """Round those masters into their weights to whose memory ``dcp.load`` has written."""
-        session = self._session()
-        weights = loaded.get("model") if isinstance(loaded, Mapping) else None
-        if session is None or not isinstance(weights, Mapping):
-            return
-        memory = {storage_of(shard(each)) for each in weights.values() if isinstance(each, torch.Tensor)} - {0}
-        for master in session.masters:
-            if storage_of(shard(master.parameter)) in memory:
-                session.masters.load(master, master.parameter.detach())
+        torch makes it by a step, unless there are gradients. So there are none inside the block.
 
-    def _named(self, options: Any) -> dict[str, Any]:
-        """Return weights and optimizers' state, by names of parameters."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        Yields:
+            The indices of the optimizers without a step.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-        state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=options)}
-        parts = [self._named_state(optimizer, options) for optimizer in self._optimizers]
-        if parts:
-            state["optim"] = parts[0]
-        for part in parts[1:]:
-            if options.flatten_optimizer_state_dict or not part:
-                state["optim"].update(part)
-            else:
-                state["optim"]["state"].update(part["state"])
-                state["optim"]["param_groups"] += part["param_groups"]
-        return state
+        unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
+        optimizers = [self._optimizers[index] for index in unstepped]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        entries = [dict(group) for group in groups]
+        weights = list(dict.fromkeys(weight for group in groups for weight in group["params"]))
+        gradients = [weight.grad for weight in weights]
+        wide = [weight for weight in weights if weight.grad_dtype not in (None, weight.dtype)]
+        try:
+            with torch.inference_mode(False):  # a step reads version counters, which inference tensors do not have
+                for weight in weights:
+                    weight.grad = None
+                for weight in wide:
+                    weight.grad_dtype = None  # torch's gradients of 0 have the weight's dtype
+                for optimizer in optimizers:
+                    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+                    if parameter is not None and parameter.default is parameter.empty:
+                        # LBFGS makes no step without a closure. With a gradient torch does not ask it to.
+                        first = optimizer.param_groups[0]["params"][0]
+                        first.grad = torch.zeros_like(first)
+                if optimizers:
+                    self._named(optimizers, StateDictOptions())
+                for group, entry in zip(groups, entries, strict=True):
+                    group.update(entry)  # some optimizers count their steps there
+                yield unstepped
+        finally:
+            for optimizer in optimizers:
+                optimizer.state.clear()
+            for group, entry in zip(groups, entries, strict=True):
+                group.update(entry)
+            for weight in weights:
+                weight.grad = None
+            for weight in wide:
+                weight.grad_dtype = torch.float32
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
 
-    def _named_state(self, optimizer: Optimizer, options: Any) -> Any:
-        """Return an optimizer's state by names of parameters; before the first step, its initial state."""
+    def _named(self, optimizers: Sequence[Optimizer], options: Any) -> Any:
+        """Return the state of optimizers by names of parameters."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         try:
-            with with_initial_state(optimizer, self._managed(optimizer)) as starts:
-                state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
+            return get_optimizer_state_dict(self._model, optimizers, options=options)
         except KeyError as error:
             raise ValueError(
-                f"this {type(optimizer).__name__} steps parameters that {type(self._model).__name__} does not have, "
-                "and a TrainState knows them by the model's names: pass the model that has them all"
+                f"this {type(optimizers[0]).__name__} steps parameters that {type(self._model).__name__} does not "
+                "have, and a TrainState knows them by the model's names: pass the model that has them all"
             ) from error
-        if starts:
-            optimizer.state.clear()
-        return state
 
-    def _part_of(self, optimizer: Optimizer, optim: Any, options: Any) -> tuple[Any, Any]:
-        """Return the part of a state for one optimizer, and the options to load it with.
-
-        torch selects the part itself. For an optimizer without state, as SGD, it would raise for missing entries, so
-        the part is selected here.
-        """
-        own = self._named_state(optimizer, _local_options(options))
-        if options.flatten_optimizer_state_dict:
-            keeps = any(key.startswith("state.") for key in own)
-            part = {key: value for key, value in optim.items() if key.startswith("param_groups.")}
-        else:
-            keeps = len(own["state"]) > 0
-            by_params = {frozenset(group["params"]): group for group in optim.get("param_groups", ())}
-            groups = [by_params[frozenset(group["params"])] for group in own["param_groups"]] if by_params else []
-            part = {"state": {}, "param_groups": groups}
-        if keeps:
-            return optim, options
-        sent = [part]
-        if options.broadcast_from_rank0 and is_distributed():
-            torch.distributed.broadcast_object_list(sent, src=0)
-        return sent[0], _local_options(options)
-
-    def _without_state(self, optimizer: Optimizer, optim: Any, options: Any) -> dict[str, tuple[nn.Parameter, Any]]:
-        """Find the weights that a state has in its groups, without an entry: unused ones, or just unfrozen ones.
-
-        Returns:
-            The name of a weight -> the weight, and its entry in the optimizer now.
-        """
-        if "param_groups" not in optim or "state" not in optim:
-            return {}
-        saved = {name for group in optim["param_groups"] for name in group["params"]} - optim["state"].keys()
-        if not saved or not optim["state"]:
-            return {}
-        own = self._named_state(optimizer, options)
-        names = [name for group in own["param_groups"] for name in group["params"]]
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        pairs = zip(names, weights, strict=True)
-        return {name: (weight, own["state"].get(name, {})) for name, weight in pairs if name in saved}
-
-    def _load_frozen(self, optimizer: Optimizer, optim: Mapping[str, Any], options: Any) -> None:
-        """Load the optimizer's state of frozen weights, which torch does not load: unfrozen, they would start without.
-
-        The state is float32, because a 16-bit weight gets a float32 master when it is unfrozen.
-        """
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if all(weight.requires_grad for weight in weights):
-            return
-        own = self._named_state(optimizer, replace(_local_options(options), flatten_optimizer_state_dict=False))
-        names = [name for group in own["param_groups"] for name in group["params"]]
-        frozen = {name: weight for name, weight in zip(names, weights, strict=True) if not weight.requires_grad}
-        sent = [_states_of(optim, list(frozen))]
-        if options.broadcast_from_rank0 and is_distributed():
-            torch.distributed.broadcast_object_list(sent, src=0)
-        not_loaded = []
-        for name, state in sent[0].items():
-            weight = frozen[name]
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            if any(value.shape == weight.shape and is_sharded(value) != is_sharded(weight) for value in tensors):
-                not_loaded.append(name)
-            else:
-                optimizer.state[weight] = {key: _copied(value, weight) for key, value in state.items()}
-        if not_loaded:
-            warn_user(
-                f"the optimizer's state of {', '.join(map(repr, not_loaded[:5]))} was not loaded: these weights are "
-                "frozen and sharded, and it is not sharded. Load the state before the weights are frozen"
-            )
-
-    def _checked(self, loaded: Any, options: Any) -> tuple[dict[str, Any], Any, list[int]]:
+    def _checked(
+        self, state: dict[str, Any], own_model: Mapping[str, Any], own: Sequence[Mapping[str, Any]], options: Any
+    ) -> tuple[list[dict[str, Any]], Any]:
         """Check a state that is about to be loaded.
 
         Returns:
-            The state, the scalers' state or None, and the indices of the optimizers that had made no step.
+            The part of each optimizer, and the scalers' state or None.
 
         Raises:
             ValueError: anything does not fit.
         """
-        state = _as_parts(loaded)
-        own = self._named(_local_options(options))
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
-        faults = [f"there is no {key!r}" for key in own if key not in state]
+        expected = ("model", "optim") if own else ("model",)
+        faults = [f"there is no {key!r}" for key in expected if key not in state]
         if faults and not state and whole:
             faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) uses rank 0's"]
         if "model" in state:
-            faults += model_faults(own["model"], state["model"], strict, whole)
-        if "optim" in own and "optim" in state:
-            state["optim"] = _by_names(state["optim"], own["optim"])
-            faults += optimizer_faults(own["optim"], state["optim"], options.strict, whole)
+            faults += _model_faults(own_model, state["model"], strict, whole)
+        parts = []
+        for mine in own if "optim" in state else ():
+            part, found = _part_of(mine, state["optim"])
+            parts.append(part)
+            faults += found or _entry_faults(mine, part, whole)
         session = self._session()
         if faults:
             raise ValueError(
@@ -322,23 +265,23 @@ class TrainState:
                 "it into the model and optimizer it was saved from, or with StateDictOptions(strict=False)"
             )
         scalers = state.get("scalers") if self._scalers else None
-        unstepped = []
         if isinstance(scalers, torch.Tensor):
-            unstepped = checkpoint.unstepped_of_rows(scalers)
+            for index in checkpoint.unstepped_of_rows(scalers):
+                # Optimizers create their state in the first step. Some do not start from the state of a step without
+                # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.
+                parts[index]["state"] = {}
             scalers = checkpoint.state_of_rows(scalers)
         if scalers is None or session is None:
-            return state, None, unstepped
-        return state, checkpoint.checked_state(session, scalers), unstepped
+            return parts, None
+        return parts, checkpoint.checked_state(session, scalers)
 
 
 def _as_parts(loaded: Any) -> dict[str, Any]:
     """Return a state under the names of :meth:`TrainState.state_dict`."""
-    if isinstance(loaded, tuple) and len(loaded) == 2:
-        loaded = dict(zip(("model", "optim"), loaded, strict=True))
     if not isinstance(loaded, Mapping):
         raise TypeError(
-            f"a state is a mapping such as TrainState.state_dict() returns, or what torch's get_state_dict did, not "
-            f"{type(loaded).__name__}"
+            f"a state is a mapping such as TrainState.state_dict() returns, not {type(loaded).__name__}: put what "
+            "torch's get_state_dict returned under the keys 'model' and 'optim'"
         )
     state = dict(loaded)
     for before, now in (("optimizer", "optim"), ("amp", "scalers")):
@@ -353,112 +296,131 @@ def _as_parts(loaded: Any) -> dict[str, Any]:
     return state
 
 
-def _by_names(loaded: Any, own: Mapping[str, Any]) -> Any:
-    """Rename the parameters of an ``optimizer.state_dict()``, which numbers them in the order of its groups."""
-    groups = loaded.get("param_groups") if isinstance(loaded, Mapping) else None
-    if not isinstance(groups, list) or "param_groups" not in own:
-        return loaded
-    numbers, names = ([each["params"] for each in one] for one in (groups, own["param_groups"]))
-    if list(map(len, numbers)) != list(map(len, names)) or not all(
-        isinstance(n, int) for each in numbers for n in each
-    ):
-        return loaded
-    named = dict(zip(chain(*numbers), chain(*names), strict=True))
+def _of_rank0(values: list[Any]) -> list[Any]:
+    """Return rank 0's values on all ranks."""
+    sent = list(values)
+    torch.distributed.broadcast_object_list(sent, src=0)
+    return sent
+
+
+def _part_of(own: Mapping[str, Any], optim: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of a state for one optimizer, by names of parameters, and the reasons why there is none.
+
+    Args:
+        own: the optimizer's state now, by names.
+        optim: states of several optimizers by names, flattened or not; or one by numbers, in the order of the groups.
+    """
+    if isinstance(optim, Mapping) and any(str(key).startswith("param_groups.") for key in optim):
+        optim = _unflattened(own, optim)
+    elif not (isinstance(optim, Mapping) and isinstance(optim.get("state"), Mapping) and "param_groups" in optim):
+        return {}, ["the optimizer's state has no 'state' and 'param_groups'"]
+    groups, states = optim["param_groups"], optim["state"]
+    names = [group["params"] for group in own["param_groups"]]
+    numbers = [group["params"] for group in groups]
+    if all(isinstance(each, int) for each in chain(*numbers)) and list(map(len, numbers)) == list(map(len, names)):
+        named = dict(zip(chain(*numbers), chain(*names), strict=True))
+        groups = [{**group, "params": each} for group, each in zip(groups, names, strict=True)]
+        states = {named[number]: state for number, state in states.items()}
+    saved = {frozenset(group["params"]): group for group in groups}
+    faults = [
+        # torch matches groups by their names, and silently drops the learning rate of one that does not match.
+        f"no group of the optimizer's state has the {len(each)} parameters of group {index} ({', '.join(each[:2])} "
+        f"first; groups saved: {', '.join(str(len(group)) for group in saved) or 'none'} parameters)"
+        for index, each in enumerate(names)
+        if frozenset(each) not in saved
+    ]
+    if faults:
+        return {}, faults
     return {
-        "state": {named[number]: state for number, state in loaded["state"].items()},
-        "param_groups": [group | {"params": each} for group, each in zip(groups, names, strict=True)],
+        "state": {name: states[name] for name in chain(*names) if name in states},
+        "param_groups": [{**saved[frozenset(each)], "params": each} for each in names],
+    }, []
+
+
+def _unflattened(own: Mapping[str, Any], optim: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of ``flatten_optimizer_state_dict=True`` as the one without, for the weights of one optimizer."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, value in optim.items():
+        part, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        found[part].setdefault(name, {})[entry] = value
+    groups = [(group["params"], found["param_groups"].get(group["params"][0])) for group in own["param_groups"]]
+    return {
+        "state": found["state"],
+        "param_groups": [{**entries, "params": names} for names, entries in groups if entries is not None],
     }
 
 
-def _local_options(options: Any) -> Any:
-    """Return the same options for local shards, without gathering."""
-    return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+def _load(
+    optimizer: Optimizer, own: Mapping[str, Any], part: Mapping[str, Any], ignores_frozen: bool, from_rank0: bool
+) -> None:
+    """Load an optimizer's state by names, of whole tensors or of the shards that this process has.
+
+    Args:
+        own: the optimizer's state now, by names.
+        part: the state. With ``from_rank0`` only rank 0's is used.
+        ignores_frozen: whether frozen weights keep the state that they have.
+    """
+    names = list(chain.from_iterable(group["params"] for group in own["param_groups"]))
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    groups: list[dict[str, Any]] = part.get("param_groups", [])
+    loaded: dict[str, Any] = part.get("state", {})
+    present = list(loaded)
+    if from_rank0:
+        groups, present = _of_rank0([groups, present])
+    numbered: dict[int, Any] = {}
+    for index, (name, weight) in enumerate(zip(names, weights, strict=True)):
+        if name not in present:
+            continue
+        entries = loaded.get(name, {})
+        if from_rank0:  # one weight after another: the whole state may not fit into a process's memory
+            (entries,) = _of_rank0([{key: _on_cpu(value) for key, value in entries.items()}])
+        if ignores_frozen and not weight.requires_grad:
+            entries = own["state"].get(name, {})
+        likes = own["state"].get(name, {})
+        numbered[index] = {key: _sharded_as(value, likes.get(key, weight)) for key, value in entries.items()}
+    first = 0
+    for group in groups:
+        group["params"] = list(range(first, first := first + len(group["params"])))
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _states_of(optim: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the states of some weights by their names, from a state that is flattened or not."""
-    if "param_groups" in optim:
-        states = optim.get("state", {})
-        return {name: dict(states[name]) for name in names if isinstance(states.get(name), Mapping)}
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in optim.items():
-        weight, _, entry = key.removeprefix("state.").rpartition(".")
-        if key.startswith("state.") and weight in found:
-            found[weight][entry] = value
-    return {name: state for name, state in found.items() if state}
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _copied(value: Any, weight: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == weight.shape:
-        return value.detach().to(weight.device, copy=True)
-    return copy.deepcopy(value)
+def _sharded_as(value: Any, like: Any) -> Any:
+    """Return this process's shards of a whole tensor, if another tensor of the same shape is sharded."""
+    if not (isinstance(value, torch.Tensor) and is_sharded(like)) or is_sharded(value) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has the whole tensor, so nothing is sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 _NAMED: Final = 5
 
 
-def model_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:
+def _model_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:
     """List the reasons why a model's state cannot be loaded."""
     if not isinstance(loaded, Mapping):
         return [f"the model's state is a {type(loaded).__name__}, not a mapping of names"]
     faults = []
     if strict:
-        faults += _named("the model's state lacks", [name for name in own if name not in loaded])
-        faults += _named("the model has no", [name for name in loaded if name not in own])
+        faults += _listed("the model's state lacks", [name for name in own if name not in loaded])
+        faults += _listed("the model has no", [name for name in loaded if name not in own])
     for name, mine in own.items():
         faults += _tensor_faults(repr(name), mine, loaded.get(name), whole)
     return faults
 
 
-def optimizer_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:
-    """List the reasons why the optimizers' state cannot be loaded."""
-    if not isinstance(loaded, Mapping):
-        return [f"the optimizer's state is a {type(loaded).__name__}, not a mapping"]
-    if "state" not in own:
-        missing = [key for key in own if key not in loaded and (strict or key.startswith("param_groups."))]
-        faults = _named("the optimizer's state lacks", missing)
-        for key, mine in own.items():
-            faults += _tensor_faults(repr(key), mine, loaded.get(key), whole)
-        return faults
-    if not isinstance(loaded.get("state"), Mapping) or not isinstance(loaded.get("param_groups"), list):
-        return ["the optimizer's state has no 'state' and 'param_groups'"]
-    faults = [*_group_faults(own["param_groups"], loaded["param_groups"])]
-    if strict:
-        # A weight in a saved group had no entry where it was saved: no step has used it.
-        had_none = {name for group in loaded["param_groups"] for name in group["params"]} if loaded["state"] else set()
-        absent = [name for name in own["state"] if name not in loaded["state"] and name not in had_none]
-        faults += _named("the optimizer's state has none for", absent)
-        faults += _unwanted(own, loaded)
-    return [*faults, *_entry_faults(own, loaded, whole)]
-
-
-def _group_faults(own: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Iterator[str]:
-    """Find groups that no saved group matches: torch matches by names, and silently drops their learning rate."""
-    found = [set(group.get("params", ())) for group in loaded]
-    for index, group in enumerate(own):
-        names = set(group["params"])
-        if names not in found:
-            sizes = ", ".join(str(len(each)) for each in found) or "none"
-            yield (
-                f"no group of the optimizer's state has the {counted(len(names), 'parameter')} of group {index} "
-                f"({', '.join(group['params'][:2])} first; groups saved: {sizes} parameters)"
-            )
-
-
-def _unwanted(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
-    for index, group in enumerate(own["param_groups"]):
-        kept = [name for name in group["params"] if loaded["state"].get(name)]
-        if kept and not any(name in own["state"] for name in group["params"]):
-            keys = ", ".join(map(str, loaded["state"][kept[0]]))
-            yield f"the optimizer's state has {keys} for {kept[0]!r}, and here group {index} keeps nothing"
-
-
-def _entry_faults(own: Mapping[str, Any], loaded: Mapping[str, Any], whole: bool) -> Iterator[str]:
-    for name, entries in own["state"].items():
-        theirs = loaded["state"].get(name, {})
-        for key, mine in entries.items() if isinstance(theirs, Mapping) else ():
+def _entry_faults(own: Mapping[str, Any], part: Mapping[str, Any], whole: bool) -> Iterator[str]:
+    """Find states of single weights that cannot be loaded. A weight without one was not used where it was saved."""
+    for name, theirs in part["state"].items():
+        for key, mine in own["state"].get(name, {}).items():
             # Tensors have to be there. Single numbers may be missing.
-            if theirs and isinstance(mine, torch.Tensor) and mine.dim() > 0 and key not in theirs:
+            if isinstance(mine, torch.Tensor) and mine.dim() > 0 and theirs and key not in theirs:
                 yield f"the optimizer's state of {name!r} has no {key!r}, but {', '.join(map(str, theirs))}"
             yield from _tensor_faults(f"{key!r} of {name!r}", mine, theirs.get(key), whole)
 
@@ -477,7 +439,7 @@ def _tensor_faults(what: str, mine: Any, loaded: Any, whole: bool) -> Iterator[s
         yield f"{what} is sharded here, and not in the state: load with options=StateDictOptions(full_state_dict=True)"
 
 
-def _named(fault: str, names: list[str]) -> list[str]:
+def _listed(fault: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
