@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit
 
 _DEEPCOPY, _REDUCE, _APPLY = "__deepcopy__", "__reduce_ex__", "_apply"
+_COPIES: Final = "_copies_of_mpinit"
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
@@ -57,6 +59,11 @@ class Float32Copies:
         if copied is None:
             copied = self._copy(tensor)
             self._in_pickle[id(tensor)] = weakref.ref(copied)
+        starting: Any = get_spawning_popen()
+        if (
+            starting is not None
+        ):  # a process that is started with this argument opens the copy's memory after the pickle
+            vars(starting).setdefault(_COPIES, []).append(copied)
         return copied
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,13 @@ def answer_in_child(inbox: Any, outbox: Any) -> None:
     inbox.get()
 
 
+def answer_from_arguments(outbox: Any, models: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Send the weights of models that came as arguments of this process, and whether the optimizer's are among them."""
+    mine = next(iter(models["O5"].parameters())) is optimizer.param_groups[0]["params"][0]
+    # NumPy arrays: the memory of a tensor that this process sends would go away with the process.
+    outbox.put((mine, {level: [w.detach().numpy() for w in model.parameters()] for level, model in models.items()}))
+
+
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **{f"pickle, protocol {protocol}": partial(by_pickle, protocol) for protocol in range(2, 6)},
     "cloudpickle": partial(by_package, "cloudpickle"),
@@ -259,3 +266,20 @@ def test_a_spawned_process_has_copies_and_the_parent_trains_on() -> None:
     inbox.put(None)
     process.join(60)
     assert process.exitcode == 0
+
+
+@pytest.mark.long
+def test_a_process_is_spawned_with_models_as_arguments() -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    outbox = context.Queue()
+    sessions = {level: trained(level) for level in LEVELS}
+    models = {level: model for level, (model, _) in sessions.items()}
+    process = context.Process(target=answer_from_arguments, args=(outbox, models, sessions["O5"][1]))
+    process.start()
+    is_tied, found = outbox.get(timeout=120)
+    process.join(60)
+    assert process.exitcode == 0
+    assert is_tied
+    for level, model in models.items():
+        values = copy.deepcopy(model).parameters()
+        assert all(torch.equal(torch.from_numpy(a), b) for a, b in zip(found[level], values, strict=True))
