@@ -229,6 +229,13 @@ class TrainState:
         try:
             return get_optimizer_state_dict(self._model, optimizers, options=options)
         except KeyError as error:
+            for optimizer in optimizers:
+                other = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+                if other is not None:
+                    raise ValueError(
+                        f"this {type(optimizer).__name__} keeps state of no parameter, under {other!r}, and "
+                        "a TrainState knows state by the names of parameters: save optimizer.state_dict() instead"
+                    ) from error
             raise ValueError(
                 f"this {type(optimizers[0]).__name__} steps parameters that {type(self._model).__name__} does not "
                 "have, and a TrainState knows them by the model's names: pass the model that has them all"

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..autocast.thread_flags import CastsAs, is_on, present_state
 from ..basics.bulk import grads_of, have_grads
-from ..basics.dtypes import is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.running import current_pass, reads_without_sync
 from ..config.plan import MasterWeightsMode, Plan
@@ -173,15 +172,28 @@ class ManagedOptimizer:
         return result
 
     def _create_state(self, _: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step that only creates state. In 16 bits, at O3, it may divide 0 by an eps that is 0 there."""
-        mastered = set(map(id, self.params.mastered))
-        others = [p for p in self.params.weights if id(p) not in mastered and is_lower_precision(p.dtype)]
-        before = [(parameter, parameter.detach().clone()) for parameter in others]
-        result = self.run_own(*args, **kwargs)
-        with torch.no_grad():
-            for parameter, values in before:
-                parameter.copy_(values)
-        return result
+        """Run a step that only creates state, and restore the numbers: an optimizer may have divided 0 by 0 in it."""
+        restore = self._numbers()
+        try:
+            return self.run_own(*args, **kwargs)
+        finally:
+            restore()
+
+    def _numbers(self) -> Callable[[], None]:
+        """Copy the numbers of masters, and of weights without one; the function that is returned restores them."""
+        params, masters = self.params, self.shared.masters
+        mastered = set(map(id, params.mastered))
+        plain = [(p, p.detach().clone()) for p in params.weights if id(p) not in mastered]
+        of_masters = [(master, masters.values(master).clone()) for master in params.masters]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for weight, values in plain:
+                    weight.copy_(values)
+            for master, values in of_masters:
+                masters.load(master, values)
+
+        return restore
 
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step, without hooks, on masters."""
@@ -287,12 +299,9 @@ class ManagedOptimizer:
         A step in which gradients of an evaluation contain inf or nan is skipped, where steps are skipped at all: the
         weights are those from before it.
         """
-        params, masters, skips = self.params, self.shared.masters, self.shared.plan.skips
+        params = self.params
         casts = present_state() if is_on() else None
-        mastered = set(map(id, params.mastered))
-        plain = [weight for weight in params.weights if id(weight) not in mastered]
-        before = [(weight, weight.detach().clone()) for weight in plain if skips]
-        before_of_masters = [(master, masters.values(master).clone()) for master in params.masters if skips]
+        restore = self._numbers() if self.shared.plan.skips else None
 
         def evaluate() -> Any:
             with params.weights_in_groups(), CastsAs(casts) if casts is not None else nullcontext():
@@ -309,11 +318,8 @@ class ManagedOptimizer:
             with params.masters_in_groups():
                 result = self.run_own(evaluate, *args, **kwargs)
         except BaseException as error:
-            with torch.no_grad():
-                for weight, values in before:
-                    weight.copy_(values)
-            for master, values in before_of_masters:
-                masters.load(master, values)
+            if restore is not None:
+                restore()
             if not isinstance(error, _Overflowed):
                 raise
             self._skip()

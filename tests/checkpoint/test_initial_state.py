@@ -91,3 +91,39 @@ def test_only_optimizers_without_a_step_start_anew(level: str) -> None:
     state.load_state_dict(saved)
     assert optimizers[0].state and not optimizers[1].state
     assert mpinit.state_dict(optimizers[0])["loss_scaler0"].get("scales", True) == (level == "O2")
+
+
+class ByNorm(Optimizer):
+    """Steps by a gradient over its norm, which is 0 / 0 when torch makes state; may count beside them."""
+
+    steps_per_parameter = True
+
+    def __init__(self, params: Any, counts: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.counts = counts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.counts:
+            self.state["count"] = {"step": torch.tensor(1.0)}
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.state[weight]["norm"] = weight.grad.norm()
+                    weight.sub_(weight.grad / weight.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_before_the_first_step_changes_no_weight(level: str) -> None:
+    model, optimizer = build(level, ByNorm)
+    before = [parameter.detach().clone() for parameter in mpinit.master_params(optimizer)]
+    state = TrainState(model, optimizer).state_dict()
+    assert all(value.isfinite().all() for value in state["model"].values())
+    after = list(mpinit.master_params(optimizer))
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_state_that_belongs_to_no_parameter_is_refused_by_its_key() -> None:
+    model, optimizer = build("O2", lambda params: ByNorm(params, counts=True))
+    with pytest.raises(ValueError, match="ByNorm keeps state of no parameter, under 'count'"):
+        TrainState(model, optimizer).state_dict()
