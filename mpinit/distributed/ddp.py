@@ -63,8 +63,9 @@ class Wrappers:
         """Iterate over the wrappers, but for older ones that :meth:`take_older` has still to list."""
         return iter(self._known)
 
-    def __len__(self) -> int:
-        return len(self._known)
+    def exist(self) -> bool:
+        """Return whether there is a wrapper of the models, an older one too."""
+        return len(self._known) > 0 or any(map(self._is_around, _CALLED))
 
     def _is_around(self, wrapper: Any) -> bool:
         return any(id(parameter) in self._parameters for parameter in wrapper.module.parameters())

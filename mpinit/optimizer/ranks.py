@@ -168,7 +168,7 @@ class Ranks:
     @property
     def has_wrappers(self) -> bool:
         """Whether DistributedDataParallel reduces gradients of the models, in buckets of the weights' dtype."""
-        return len(self._wrappers) > 0
+        return self._wrappers.exist()
 
     def check_reduces(self, scaler: LossScaler) -> None:
         """Refuse a scaled loss whose gradients FSDP2 keeps: nobody would unscale them.
