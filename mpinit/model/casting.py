@@ -1,11 +1,12 @@
 """Casts of parameters and buffers, their float32 numbers, and the undo of the casts."""
 
 import weakref
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import cast_within_range, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
@@ -38,6 +39,8 @@ class Casts:
     again. Parameters keep their rounding: their float32 values are kept, on the host, only until :meth:`finish`, for a
     failed set-up.
 
+    What a user replaces is freed: parameters are known weakly, and buffers as long as a module that had them.
+
     Attributes:
         masters: the masters of the weights that are trained.
         narrow: inside a ``float32_weights`` block the id of each float32 tensor -> the 16-bit tensor that it replaces.
@@ -48,10 +51,12 @@ class Casts:
         self.narrow: dict[int, torch.Tensor] = {}
         # Before the casts: the dtypes of parameters; their data, of sharded ones the part in this process; their
         # gradients, which are also here while a parameter gets another dtype.
-        self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
+        self._original_dtypes: MutableMapping[torch.Tensor, torch.dtype] = WeakIdKeyDictionary()
         self._originals: dict[torch.Tensor, torch.Tensor] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._buffers: dict[torch.Tensor, _Buffer] = {}
+        # By the id of the cast, and the buffers of each module, which keep them.
+        self._buffers: MutableMapping[int, _Buffer] = weakref.WeakValueDictionary()
+        self._buffers_of: MutableMapping[nn.Module, list[_Buffer]] = WeakIdKeyDictionary()
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
         self._widened: Sequence[torch.Tensor] = ()
         # The tensors that were 16-bit before, weakly and by name: moving a model to a device replaces its buffers.
@@ -109,8 +114,10 @@ class Casts:
             else:
                 cast = _cast(values, to, tensor in clamped)
                 found = places.get(tensor, [])
-                self._buffers[cast] = _Buffer(tensor, cast, [(weakref.ref(module), name) for module, name in found])
+                entry = _Buffer(tensor, cast, [(weakref.ref(module), name) for module, name in found])
+                self._buffers[id(cast)] = entry
                 for module, name in found:
+                    self._buffers_of.setdefault(module, []).append(entry)
                     module._buffers[name] = cast
         # The undo of these is that of the masters.
         self.masters.cast(list(self.masters))
@@ -121,7 +128,7 @@ class Casts:
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
         for_good = set(self._widened)
-        dtypes = {p: dtype for p, dtype in self._original_dtypes.items() if p not in for_good}
+        dtypes = WeakIdKeyDictionary({p: dtype for p, dtype in self._original_dtypes.items() if p not in for_good})
         # All at once: until here an interruption is one of the set-up.
         self._original_dtypes, self._gradients, self._originals, self._widened = dtypes, {}, {}, ()
 
@@ -142,7 +149,8 @@ class Casts:
         master = self.masters.of(tensor)
         if master is not None:
             return self.masters.values(master)
-        return _with_original_bits(self._buffers[tensor], tensor) if tensor in self._buffers else None
+        entry = self._buffers.get(id(tensor))
+        return None if entry is None else _with_original_bits(entry, tensor)
 
     def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype of a parameter before ``initialize``."""
@@ -164,15 +172,14 @@ class Casts:
         if master is not None:
             self.masters.load(master, values)
             return True
-        if tensor.is_meta or not (tensor in self._buffers or isinstance(tensor, nn.Parameter)):
+        entry = self._buffers.get(id(tensor))
+        if tensor.is_meta or (entry is None and not isinstance(tensor, nn.Parameter)):
             return False
         values = values.detach().to(device=tensor.device)
         if out_of_range({values: tensor.dtype}):
             tensor.copy_(cast_within_range(values, tensor.dtype))
-        if tensor in self._buffers:
-            entry = self._buffers[tensor]
-            if not torch.equal(entry.original.to(values), values):
-                entry.original = values.to(entry.original.dtype, copy=True)
+        if entry is not None and not torch.equal(entry.original.to(values), values):
+            entry.original = values.to(entry.original.dtype, copy=True)
         return False
 
     # -- undo -----------------------------------------------------------------------------------------------------

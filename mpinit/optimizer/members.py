@@ -3,12 +3,13 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.logs import warn_user
@@ -174,8 +175,9 @@ def widen_states(optimizers: Sequence[Optimizer], weights: Sequence[nn.Parameter
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
     """Cast the state of parameters that are cast without a master; the undo casts it back."""
+    known: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary(dict(casts))  # replaced parameters are freed
     for optimizer in with_wrapped(optimizers):
-        undos.push(functools.partial(_cast_back, weakref.ref(optimizer), casts))
+        undos.push(functools.partial(_cast_back, weakref.ref(optimizer), known))
         for parameter, state in optimizer.state.items():
             if parameter in casts:
                 cast_state(state, parameter.shape, *casts[parameter], has_master=False)

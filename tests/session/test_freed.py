@@ -28,7 +28,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.batch_norm, self.lstm = nn.BatchNorm1d(4), nn.LSTM(4, 4, batch_first=True)
+        self.batch_norm: nn.Module = nn.BatchNorm1d(4)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
         self.last = nn.Linear(4, 2)
         self.last.bias.requires_grad_(False)
 
@@ -262,3 +263,31 @@ def test_replaced_parameters_are_freed_with_their_masters(level: str) -> None:
     step()
     gc.collect()
     assert [each() for each in gone] == [None] * 20
+
+
+@pytest.mark.filterwarnings("ignore:the eps=")
+@pytest.mark.parametrize("level", LEVELS)
+def test_parts_that_are_replaced_are_freed(level: str) -> None:
+    """Trained and frozen parameters, buffers and masters. The undo gives float32 all the same."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, **LEVELS[level])
+    step(model, optimizer)
+    list(mpinit.master_params(optimizer))
+    model.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+    for name in ("last", "batch_norm"):
+        part: nn.Module = getattr(model, name)
+        tensors |= {f"{name}.{key}": each for key, each in [*part.named_parameters(), *part.named_buffers()]}
+    of = {name: registry.session_of(model).masters.of(each) for name, each in tensors.items()}
+    tensors |= {f"master of {name}": master.parameter for name, master in of.items() if master is not None}
+    references = {name: weakref.ref(each) for name, each in tensors.items()}
+    model.last = nn.Linear(4, 2).to(model.last.weight.dtype)
+    model.batch_norm = nn.Identity()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    del tensors, of, part
+    step(model, optimizer)
+    gc.collect()
+    assert living(references) == []
+    mpinit.undo(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
