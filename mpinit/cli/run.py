@@ -1,6 +1,13 @@
 """``mpinit run``: runs a script that was written for apex, unmodified."""
 
 import argparse
+import importlib.util
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from .script import set_arguments
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +22,41 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script or module."""
-    from ..compat.running import run_module, run_script
+    """Run the script or module as ``__main__``, with the name ``apex`` provided."""
+    from ..compat.importing import BOOTSTRAP, install_as_apex
 
-    return (run_module if arguments.is_module else run_script)(arguments.target, arguments.rest)
+    target = arguments.target
+    set_arguments([target, *arguments.rest], Path() if arguments.is_module else Path(target).parent)
+    if arguments.is_module:
+        reason = _why_not_runnable(target)
+    else:
+        reason = None if Path(target).exists() else f"no such file: {target!r}"
+    if reason is not None:
+        print(f"mpinit run: {reason}", file=sys.stderr)
+        return 2
+    install_as_apex()
+    # Processes that the script spawns inherit sys.path, but no import hooks.
+    sys.path.insert(1, BOOTSTRAP)
+    if arguments.is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
+    return 0
+
+
+def _why_not_runnable(name: str) -> str | None:
+    """Return the reason that a module cannot be run as ``__main__``, in one line; None where it can."""
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a module that a package of the user's imports
+        name, found = error.name, None
+    except ValueError:  # a name that is empty or begins with a dot
+        found = None
+    if found is not None:
+        return None
+    return f"there is no module {name!r}, neither installed nor in {os.getcwd()}; without -m the path of a script runs"

@@ -1,4 +1,4 @@
-"""A training script that runs until its optimizers' first steps, which show what it trains."""
+"""A user's script, run as ``python path arguments...`` would run it, to its end or to its optimizers' first steps."""
 
 import contextlib
 import runpy
@@ -15,6 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..basics.wrappers import iter_unwrapped
 from ..optimizer.members import parameters_of
+
+
+def set_arguments(argv: Sequence[str], folder: Path) -> None:
+    """Set ``sys.argv`` and the first entry of ``sys.path`` for what is about to run, as Python does."""
+    sys.argv[:] = argv
+    if not sys.flags.safe_path:
+        sys.path[:1] = [str(folder.resolve())]  # replaces the directory of the mpinit command
 
 
 class _FirstStepsError(BaseException):
@@ -52,8 +59,7 @@ def run_until_first_steps(path: str, arguments: Sequence[str]) -> tuple[nn.Modul
         register_optimizer_step_pre_hook(stops),
     ]
     before = sys.argv[:], sys.path[:]
-    sys.argv[:] = [path, *arguments]
-    sys.path[:1] = [str(Path(path).resolve().parent)]
+    set_arguments([path, *arguments], Path(path).parent)
     try:
         # Dynamo cannot trace the hook, and one iteration needs no compilation.
         with contextlib.redirect_stdout(sys.stderr), torch.compiler.set_stance("force_eager"):
