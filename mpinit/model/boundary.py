@@ -47,6 +47,7 @@ class Boundary:
 
     Attributes:
         writes: what is done before a call while no forward of an initialised model runs in this thread.
+        computes: whether modules compute in float32, without O1's casts, and return float32 to every caller.
         warns_of_inputs: whether the first call of each method warns of inputs that their cast spoils.
     """
 
@@ -64,6 +65,7 @@ class Boundary:
         self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
         self.writes: Writes | None = None
+        self.computes = False
         self.warns_of_inputs = False
         self.is_live = True
 

@@ -74,10 +74,8 @@ class PatchedForward(OfModule):
         "boundary",
         "callers",
         "casts_inside",
-        "computes",
         "has_read_inputs",
         "inner",
-        "is_direct",
         "is_part",
         "name",
         "names",
@@ -108,14 +106,11 @@ class PatchedForward(OfModule):
         # True: inputs are cast for callers inside of the model, too.
         self.casts_inside = False
         self.has_read_inputs = False
-        # True: it computes in float32, without O1's casts, and returns float32 to every caller.
-        self.computes = False
-        # True: calls that need no cast can go straight to the class's forward.
-        self.is_direct = is_part and self.inner is None and name == "forward"
 
-    def cast_inside(self) -> None:
-        """Cast inputs for callers inside of the model, too, whose code makes float32 tensors."""
-        self.casts_inside, self.is_direct = True, False
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def direct_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the forwards inside of which calls go straight to the class's forward; None: of none."""
+        return None
 
     @property
     def run(self) -> types.MethodType:
@@ -141,7 +136,7 @@ class PatchedForward(OfModule):
             caller = caller_dtype(boundary.inner_dtype, self.callers, args, kwargs)
             if not torch.compiler.is_compiling() and caller not in self.callers and current_pass() == -1:
                 self.callers = (*self.callers, caller)
-            output_dtype = torch.float32 if self.computes else caller or output_dtype
+            output_dtype = torch.float32 if boundary.computes else caller or output_dtype
         is_inside = caller is boundary.inner_dtype and not self.casts_inside
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():
@@ -186,7 +181,7 @@ class PatchedForward(OfModule):
             return self.boundary.call_inside(self._module(), run, args, kwargs)
         # Inside a forward of its model a part runs with that forward's autocast state. A model of a session without O1
         # runs with autocast off, also if another session has switched it on.
-        is_outermost = current_forward.dtype is None or not self.is_part or self.computes
+        is_outermost = current_forward.dtype is None or not self.is_part or self.boundary.computes
         if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
         return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
@@ -214,6 +209,20 @@ class PatchedForward(OfModule):
         return _without_casts, (self.module, self.name, self.inner)
 
 
+class _DirectPart(PatchedForward):
+    """Patched forward of a submodule which, inside of a forward of its dtype, runs its class's forward and no more.
+
+    A class, because a compiled forward checks the types of these objects: what else it reads of each, it would check
+    in every call. The dtype it need not check: weights of this dtype are inputs of the graph.
+    """
+
+    __slots__ = ()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def direct_dtype(self) -> torch.dtype | None:
+        return self.boundary.inner_dtype
+
+
 def _without_casts(module: nn.Module, name: str, inner: Callable[..., Any] | None) -> PatchedForward:
     retired = Boundary(torch.float32, False, None, NO_CASTS)
     retired.retire()
@@ -224,17 +233,18 @@ def _without_casts(module: nn.Module, name: str, inner: Callable[..., Any] | Non
 
 def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: Any) -> Any:
     # The fast path: every call of a patched module runs this, with one argument nearly always.
-    if current_forward.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
-        if self.is_direct and not args and not kwargs and first is not _Absent:
-            module = self._module()
-            if module is not None:
-                return type(module).forward(module, first)
-        is_inside = (self.is_part and not self.casts_inside) or current_forward.module is self._module()
-    else:
-        is_inside = False
-    if is_inside:
-        return self._inner()(*(args if first is _Absent else (first, *args)), **kwargs)
-    return self._from_outside(args if first is _Absent else (first, *args), kwargs)
+    running = current_forward.dtype
+    if running is not None and running is self.direct_dtype():
+        module = self._module()
+        if module is not None:
+            if first is _Absent:
+                return type(module).forward(module, *args, **kwargs)
+            return type(module).forward(module, first, *args, **kwargs)
+    arguments = args if first is _Absent else (first, *args)
+    is_inside = running is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in())
+    if is_inside and ((self.is_part and not self.casts_inside) or current_forward.module is self._module()):
+        return self._inner()(*arguments, **kwargs)
+    return self._from_outside(arguments, kwargs)
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -278,32 +288,34 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
         for dtype in (torch.float32, plan.model_dtype, torch.float32)
     )
-    computing.cast_inputs, computing.casts = True, NO_CASTS
+    computing.cast_inputs, computing.casts, computing.computes = True, NO_CASTS, True
     for boundary in (kept, cast, computing):
         boundary.writes = writes
         boundary.warns_of_inputs = casts_model and plan.properties.verbosity > 0
         undos.push(boundary.retire)
-    weight_casts = float32_casts = None
+    narrow_casts = float32_casts = None
     if plan.masters is MasterWeightsMode.IN_MODEL:
         float32_modules = frozenset([*selection.float32_modules, *selection.computes])
         kept_parameters, sums = selection.float32_parameters, plan.properties.grad_dtype
-        weight_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, kept_parameters, sums)
-        undos.push(weight_casts.close)
+        narrow_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, kept_parameters, sums)
+        undos.push(narrow_casts.close)
     elif casts_model and selection.computes:
         float32_casts = WeightCasts(writes.models, torch.float32, (), ())
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
+    entry_forwards = {module for module, name in selection.entry_points if name == "forward"}
 
     def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
-        if module in selection.computes:
-            # With "model" its parameters are float32, and no cast replaces them.
-            weights = None if float32_casts is None else ForwardWeights(module, float32_casts)
-            forward = PatchedForward(module, computing, name, is_part, weights)
-            forward.computes = True
-            forward.cast_inside()
-        else:
-            weights = None if weight_casts is None or is_kept else ForwardWeights(module, weight_casts)
-            forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
+        computes = module in selection.computes
+        # With "model" the parameters of one that computes in float32 are float32, and no cast replaces them.
+        weight_casts = float32_casts if computes else None if is_kept else narrow_casts
+        weights = None if weight_casts is None else ForwardWeights(module, weight_casts)
+        is_parts_forward = is_part and name == "forward"
+        casts_inside = computes or (is_parts_forward and module in entry_forwards)
+        is_direct = is_parts_forward and not casts_inside and weights is None and name not in vars(module)
+        boundary = computing if computes else kept if is_kept else cast
+        forward = (_DirectPart if is_direct else PatchedForward)(module, boundary, name, is_part, weights)
+        forward.casts_inside = casts_inside
         forward.owner = owner
         ours = {name: forward.run, _ON_REPLICA: forward.refuse_replica, _ON_SCRIPT: forward.refuse_script}
         attributes = vars(module)
@@ -320,10 +332,7 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         if module not in selection.computes:
             patch(module, dtype is torch.float32, "forward", is_part=True)
     for module, name in selection.entry_points:
-        part = patched_forward(vars(module).get(name)) if name == "forward" and module in selection.parts else None
-        if part is not None:
-            part.cast_inside()
-        else:
+        if name != "forward" or module not in selection.parts:
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
     inside = {module for name, module in selection.index.named_modules if name}
     for model in selection.index.models:
