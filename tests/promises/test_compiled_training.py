@@ -133,3 +133,20 @@ def test_a_compiled_iteration_computes_eager_numbers() -> None:
     torch.testing.assert_close(trained[1], trained[0])
     compiled = [metric.co_name for metric in torch._dynamo.utils.get_compilation_metrics()]
     assert "iteration" in compiled and "_hide" not in compiled
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"compute_fp32": ["3"]}, {"keep_fp32": ["1"]}, {"keep_fp32": ["2"]}, {"entry_points": ["3.forward"]}],
+    ids=str,
+)
+def test_a_compiled_model_follows_other_arguments(others: dict[str, list[str]]) -> None:
+    model, inputs = network(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="eager")
+    for keywords in ({}, others, {}):
+        mpinit.initialize(model, opt_level="O5", **keywords)
+        assert torch.equal(compiled(inputs), model(inputs)), keywords
+        with mpinit.float32_weights(model):
+            assert torch.equal(compiled(inputs), model(inputs)), keywords
+        mpinit.undo(model)
+        assert torch.equal(compiled(inputs), model(inputs))
