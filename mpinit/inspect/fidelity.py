@@ -11,9 +11,7 @@ from torch import nn
 from ..autocast.thread_flags import CastsAs
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
-from ..distributed.sharding import is_sharded
 from .copies import (
-    as_initialized,
     copied_inputs,
     forward_refused,
     inside_wrappers,
@@ -83,9 +81,9 @@ def fidelity(
     runs without mpinit, entirely in the session's 16-bit dtype, as a server loads a checkpoint. At O2 and O5 the
     two are equal, bit for bit, unless modules are kept in float32. With float32 weights and casts of functions (O1,
     ``torch.autocast``) they differ, and a compiled forward differs, because inductor keeps float32 between fused
-    operations. Copies of the model run, on copies of the inputs: modes, weights, buffers, attributes, inputs and random
-    numbers do not change. A compiled model, and one that cannot be copied, such as FSDP2's, runs itself, and its modes
-    and buffers are restored.
+    operations. The model itself runs, on copies of the inputs and without gradients, and a copy of it in the place of
+    the served one. Modes, buffers and the random numbers of torch, Python and numpy are restored. What a forward writes
+    to attributes or to a generator of its own is not.
 
     Args:
         model: a module, initialised or not, also compiled. Of a DistributedDataParallel the module inside runs. Pass a
@@ -114,19 +112,18 @@ def fidelity(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fidelity needs a module and its inputs, not {type(model).__name__}")
-    to_train = _compiled(model)
+    to_train, is_compiled = _to_run(model)
     model = inside_wrappers(model)
     session = session_to_run(model, "mpinit.fidelity")
     dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
     with same_random_numbers() as restore:
         # Made first, because it refuses a model that cannot be copied.
-        plain = nullcontext(_served(model, dtype)) if served is None else _to_run(served)
-        with _to_run(model) if to_train is None else _restored(to_train) as running:
-            trained, seen = _run(running, *copied_inputs(inputs, keywords))
+        plain = _served(model, dtype) if served is None else served
+        trained, seen = _run(to_train, *copied_inputs(inputs, keywords))
         restore()
-        with CastsAs(), plain as running:
-            dtype = next((p.dtype for p in running.parameters() if p.is_floating_point()), dtype)
-            expected, known = _run(running, *cast_tree(copied_inputs(inputs, keywords), dtype))
+        dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
+        with CastsAs(), forward_refused(model, plain, "mpinit.fidelity", _ALONE):
+            expected, known = _run(plain, *cast_tree(copied_inputs(inputs, keywords), dtype))
     one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
     if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
@@ -142,12 +139,12 @@ def fidelity(
         equal=float((differences == 0).double().mean()),
         first_module=next(parted, None),
         served=dtype_name(dtype),
-        compiled=to_train is not None,
+        compiled=is_compiled,
     )
 
 
-def _compiled(model: nn.Module) -> nn.Module | None:
-    """Return the module whose call is compiled, by ``torch.compile(model)`` or ``model.compile()``; None without."""
+def _to_run(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the module inside of DistributedDataParallel, and whether its call is compiled."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     inner = getattr(model, "_orig_mod", None)
@@ -156,8 +153,7 @@ def _compiled(model: nn.Module) -> nn.Module | None:
             "the model is a compiled DistributedDataParallel, whose forward needs all ranks: pass "
             "mpinit.fidelity(torch.compile(ddp.module), ...)"
         )
-    is_compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
-    return model if is_compiled else None
+    return model, inner is not None or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -168,7 +164,7 @@ def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if tensor.is_floating_point():
             own_values = own[name].detach()
             tensor.data = own_values.clone() if own_values.dtype == dtype else cast_within_range(tensor.detach(), dtype)
-    return plain.eval()
+    return plain
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,38 +173,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def _to_run(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a copy of a model in evaluation mode, initialised as the model is, with the same bits in its tensors.
-
-    A model that cannot be copied, such as FSDP2's, is yielded itself, and its modes and buffers are restored.
-    """
-    if _compiled(model) is not None:
-        with _restored(model) as running:
-            yield running
-        return
-    session = session_to_run(model, "mpinit.fidelity")
-    try:
-        copied = plain_copy(model, _ADVICE)
-    except ValueError:
-        with _restored(model) as running:
-            yield running
-        return
-    with nullcontext() if session is None else as_initialized(model, session, copied):
-        own = {} if session is None else dict(_tensors(model))
-        for name, tensor in _tensors(copied):
-            # A cast may clamp or round to other bits than those that steps and writes have made since.
-            if name in own and tensor.dtype == own[name].dtype and not is_sharded(tensor):
-                tensor.copy_(own[name])
-        with forward_refused(model, copied, "mpinit.fidelity", _ALONE):
-            yield copied.eval()
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[nn.Module]:
-    """Run a model itself in evaluation mode inside the block, and restore its modes and buffers."""
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode inside the block, and restore its modes and buffers."""
     modes = {module: module.training for module in model.modules()}
     buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
+        (module._buffers, name, buffer, buffer.clone())
         for module in modes
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -217,7 +186,7 @@ def _restored(model: nn.Module) -> Iterator[nn.Module]:
     for module in modes:
         module.training = False
     try:
-        yield model
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -227,21 +196,21 @@ def _restored(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    """Run the model.
+    """Run a model in evaluation mode.
 
     Returns:
         The output, and the last result of each module, in the order in which they returned.
     """
     results: dict[str, list[torch.Tensor]] = {}
-    if _compiled(model) is not None:  # a trace would need hooks, which a compiled call does not run
-        return model(*inputs, **keywords), results
 
     def ended(name: str, output: Any) -> None:
         results.pop(name, None)
         # Cloned, because a later operation may write to it.
         results[name] = [tensor.clone() for tensor in floating_tensors(output)]
 
-    with ModelTrace(model, ends=ended):
+    # A trace needs hooks, which a compiled call does not run.
+    trace = nullcontext() if _to_run(model)[1] else ModelTrace(model, ends=ended)
+    with _in_evaluation(model), trace:
         return model(*inputs, **keywords), results
 
 
