@@ -105,12 +105,13 @@ def unstepped_of_rows(rows: torch.Tensor) -> list[int]:
     return [index for index in range(marks.bit_length()) if marks >> index & 1]
 
 
-def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
+def state_of_rows(rows: Any) -> dict[str, Any]:
     """Convert rows of :func:`scalers_as_rows` into a state for :func:`load_session_state`."""
-    if rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
+        found = f"have the shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"are {rows!r}"
         raise ValueError(
-            f"scalers saved by mpinit.TrainState are rows of {', '.join(_COLUMNS)}; these have the shape "
-            f"{tuple(rows.shape)}, and nothing was loaded"
+            f"scalers saved by mpinit.TrainState are rows of {', '.join(_COLUMNS)}; these {found}, and nothing was "
+            "loaded. Load what mpinit.state_dict() returned by mpinit.load_state_dict()"
         )
     states: dict[str, Any] = {}
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):

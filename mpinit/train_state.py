@@ -109,9 +109,8 @@ class TrainState:
 
         Args:
             state_dict: a result of :meth:`state_dict`, at any level. Or the results of torch's ``get_state_dict(model,
-                optimizer)`` under the keys ``"model"`` and ``"optim"`` (or ``"optimizer"``). Or three state dicts under
-                ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's scripts save them. Without scalers the present
-                scales stay. With ``broadcast_from_rank0`` only rank 0's argument is used.
+                optimizer)`` under the keys ``"model"`` and ``"optim"``: without ``"scalers"`` the present loss scales
+                stay. With ``broadcast_from_rank0`` only rank 0's argument is used.
 
         Raises:
             TypeError: it is no mapping.
@@ -138,8 +137,8 @@ class TrainState:
         scalers = refusal = None
         if not from_rank0 or torch.distributed.get_rank() == 0:
             try:
-                state = _as_parts(state_dict)
-                parts, scalers = self._checked(state, own_model, own, options)
+                parts, scalers = self._checked(state_dict, own_model, own, options)
+                state = dict(state_dict)
             except (TypeError, ValueError, RuntimeError) as error:
                 refusal = error
         if from_rank0:
@@ -242,7 +241,7 @@ class TrainState:
             ) from error
 
     def _checked(
-        self, state: dict[str, Any], own_model: Mapping[str, Any], own: Sequence[Mapping[str, Any]], options: Any
+        self, state: Mapping[str, Any], own_model: Mapping[str, Any], own: Sequence[Mapping[str, Any]], options: Any
     ) -> tuple[list[dict[str, Any]], Any]:
         """Check a state that is about to be loaded.
 
@@ -250,11 +249,18 @@ class TrainState:
             The part of each optimizer, and the scalers' state or None.
 
         Raises:
+            TypeError: it is no mapping.
             ValueError: anything does not fit.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"a state is a mapping such as TrainState.state_dict() returns, not {type(state).__name__}: put what "
+                "torch's get_state_dict returned under the keys 'model' and 'optim'"
+            )
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
         expected = ("model", "optim") if own else ("model",)
         faults = [f"there is no {key!r}" for key in expected if key not in state]
+        faults += _listed("a state has no", [key for key in state if key not in ("model", "optim", "scalers")])
         if faults and not state and whole:
             faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) uses rank 0's"]
         if "model" in state:
@@ -271,36 +277,16 @@ class TrainState:
                 f"loaded: {'; '.join(faults[:10])}{f'; and {len(faults) - 10} more' if len(faults) > 10 else ''}. Load "
                 "it into the model and optimizer it was saved from, or with StateDictOptions(strict=False)"
             )
-        scalers = state.get("scalers") if self._scalers else None
-        if isinstance(scalers, torch.Tensor):
-            for index in checkpoint.unstepped_of_rows(scalers):
+        rows = state.get("scalers")
+        if rows is None or not self._scalers:
+            return parts, None
+        scalers = checkpoint.state_of_rows(rows)
+        for index in checkpoint.unstepped_of_rows(rows):
+            if index < len(parts):
                 # Optimizers create their state in the first step. Some do not start from the state of a step without
                 # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.
                 parts[index]["state"] = {}
-            scalers = checkpoint.state_of_rows(scalers)
-        if scalers is None or session is None:
-            return parts, None
-        return parts, checkpoint.checked_state(session, scalers)
-
-
-def _as_parts(loaded: Any) -> dict[str, Any]:
-    """Return a state under the names of :meth:`TrainState.state_dict`."""
-    if not isinstance(loaded, Mapping):
-        raise TypeError(
-            f"a state is a mapping such as TrainState.state_dict() returns, not {type(loaded).__name__}: put what "
-            "torch's get_state_dict returned under the keys 'model' and 'optim'"
-        )
-    state = dict(loaded)
-    for before, now in (("optimizer", "optim"), ("amp", "scalers")):
-        if before in state and now not in state:
-            state[now] = state.pop(before)
-    unknown = [key for key in state if key not in ("model", "optim", "scalers")]
-    if unknown:
-        raise ValueError(
-            f"a state has 'model', 'optim' and 'scalers'; nothing was loaded, because this one has "
-            f"{', '.join(map(repr, unknown[:5]))}: pass the part that TrainState.state_dict() returned"
-        )
-    return state
+        return parts, None if session is None else checkpoint.checked_state(session, scalers)
 
 
 def _of_rank0(values: list[Any]) -> list[Any]:
@@ -315,7 +301,7 @@ def _part_of(own: Mapping[str, Any], optim: Any) -> tuple[dict[str, Any], list[s
 
     Args:
         own: the optimizer's state now, by names.
-        optim: states of several optimizers by names, flattened or not; or one by numbers, in the order of the groups.
+        optim: states of several optimizers by names, flattened or not.
     """
     if isinstance(optim, Mapping) and any(str(key).startswith("param_groups.") for key in optim):
         optim = _unflattened(own, optim)
@@ -323,11 +309,6 @@ def _part_of(own: Mapping[str, Any], optim: Any) -> tuple[dict[str, Any], list[s
         return {}, ["the optimizer's state has no 'state' and 'param_groups'"]
     groups, states = optim["param_groups"], optim["state"]
     names = [group["params"] for group in own["param_groups"]]
-    numbers = [group["params"] for group in groups]
-    if all(isinstance(each, int) for each in chain(*numbers)) and list(map(len, numbers)) == list(map(len, names)):
-        named = dict(zip(chain(*numbers), chain(*names), strict=True))
-        groups = [{**group, "params": each} for group, each in zip(groups, names, strict=True)]
-        states = {named[number]: state for number, state in states.items()}
     saved = {frozenset(group["params"]): group for group in groups}
     faults = [
         # torch matches groups by their names, and silently drops the learning rate of one that does not match.
