@@ -37,6 +37,13 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return own
 
 
+def share_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let another form of a tensor have the attributes that user code sets on the tensor, as ``weight.gain = 2.0``."""
+    # Those of a wrapper are its parts, as the local tensor of a DTensor.
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        other.__dict__ = tensor.__dict__
+
+
 def dotted(module_name: str, name: str) -> str:
     """Join a module's dotted name, "" for the model itself, and a name in that module."""
     return f"{module_name}.{name}" if module_name else name

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..basics.bulk import consume
-from ..basics.modules import Names
+from ..basics.modules import Names, share_attributes
 from ..basics.running import without_gradients
 from ..distributed.sharding import local, set_data, sharded_as
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, versions_of
@@ -42,11 +42,13 @@ class MasterParameter(nn.Parameter):
     Both share a version counter, so each write to this one is seen.
     """
 
+    __slots__ = ("_weight",)
     _weight: nn.Parameter
 
     def __new__(cls, parameter: torch.Tensor, weight: nn.Parameter) -> "MasterParameter":
         made = torch.Tensor._make_subclass(cls, TENSOR_DETACH(parameter), True)
         made._weight = weight
+        share_attributes(weight, made)
         made.register_hook(refuse_in_loss)  # type: ignore[no-untyped-call]
         return made
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import LOWER_PRECISION, as_float32
-from ..basics.modules import Names
+from ..basics.modules import Names, share_attributes
 from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_data
 from ..torch_internals.parameter_data import has_other_data, remove_if_unused, unwatch, watch
@@ -54,6 +54,7 @@ class Master:
         self.optimizers = 0
         self.is_sharded = is_sharded(weight)
         self.gradient: torch.Tensor | None = None
+        share_attributes(weight, parameter)  # an optimizer may read them
 
 
 class MasterBatch(ABC):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.modules import modules_of, own_tensors
+from ..basics.modules import modules_of, own_tensors, share_attributes
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
@@ -58,6 +58,7 @@ class Float32Copies:
         copied = None if known is None else known()
         if copied is None:
             copied = self._copy(tensor)
+            share_attributes(tensor, copied)
             self._in_pickle[id(tensor)] = weakref.ref(copied)
         starting: Any = get_spawning_popen()
         if (

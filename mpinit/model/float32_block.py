@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..basics.bulk import Tables, are_same, data_ptrs, have_grads
-from ..basics.modules import modules_of
+from ..basics.modules import modules_of, share_attributes
 from ..distributed.sharding import local, set_data
 from ..masters.full import FullMaster, FullMasters
 from ..masters.masters import MasterBatch
@@ -168,7 +168,9 @@ class Float32Block:
         values = self._casts.values_of(tensor)
         # Memory of its own: the values of a buffer may be the user's tensor.
         wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
-        return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+        wide = nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+        share_attributes(tensor, wide)
+        return wide
 
     @torch.no_grad()
     def exit(self) -> None:

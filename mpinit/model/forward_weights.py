@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..basics.bulk import Tables, are_same
+from ..basics.modules import share_attributes
 from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
@@ -126,7 +127,7 @@ class WeightCasts:
         """Return the cast of each parameter of a layout; casts of parameters that have changed are made anew."""
         parameters = layout.parameters
         if not (is_eager() and self._keeps):
-            return [parameter.to(self.dtype) for parameter in parameters]
+            return [self._cast_alone(parameter) for parameter in parameters]
         versions = _versions(parameters)
         seen = [*versions, *map(_REQUIRES_GRAD, parameters)]
         if layout.generation == self.generation and layout.seen == seen:
@@ -136,7 +137,7 @@ class WeightCasts:
             self._renew(parameters, versions)
             known = [self._casts.get(id(parameter)) for parameter in parameters]
             casts = [
-                parameter.to(self.dtype) if each is None or each.version != version else each.cast
+                self._cast_alone(parameter) if each is None or each.version != version else each.cast
                 for parameter, version, each in zip(parameters, versions, known, strict=True)
             ]
         layout.casts, layout.seen, layout.generation = casts, seen, self.generation
@@ -160,9 +161,16 @@ class WeightCasts:
         self.generation += bool(replaced)
         for (key, (parameter, version)), cast in zip(stale.items(), made, strict=True):
             cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
+            share_attributes(parameter, cast)
             self._casts[key] = _Cast(parameter, version, cast)
         watch([parameter for parameter, _ in stale.values()])
         watch(made)  # a forward may write through the cast's ``data``
+
+    def _cast_alone(self, parameter: torch.Tensor) -> torch.Tensor:
+        cast = parameter.to(self.dtype)
+        if is_eager():
+            share_attributes(parameter, cast)
+        return cast
 
     def drop(self, casts: Iterable[torch.Tensor]) -> None:
         """Drop casts that a forward has written to."""

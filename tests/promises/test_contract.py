@@ -109,6 +109,52 @@ def test_the_optimizers_own_code_steps_float32_masters(store: str) -> None:
     assert dtypes == {torch.float32}
 
 
+class Scaled(nn.Linear):
+    """Multiplies by an attribute of its weight, and counts its calls in another."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        weight.calls = getattr(weight, "calls", 0) + 1
+        return super().forward(input) * weight.gain
+
+
+class ByAttribute(torch.optim.Optimizer):
+    """Multiplies each update by an attribute of the weight, and counts its steps in another."""
+
+    def step(self, closure: Any = None) -> None:
+        weight: Any
+        for weight in self.param_groups[0]["params"]:
+            weight.steps = getattr(weight, "steps", 0) + 1
+            weight.data.add_(weight.grad, alpha=-getattr(weight, "factor", 0.0))
+
+
+@pytest.mark.parametrize("more", [{}, {"compute_fp32": ["0"]}], ids=["", "compute_fp32"])
+@pytest.mark.parametrize("store", [*STORES, "model"])
+def test_attributes_of_a_weight_are_those_of_all_its_forms(store: str, more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(4, 2))
+    weight: Any = model[0].weight
+    weight.gain, weight.factor = 2.0, 0.5
+    optimizer = ByAttribute(model.parameters(), {})
+    by_hand = nn.functional.linear(batch(), weight.detach(), model[0].bias.detach()) * 6
+    stores = {**STORES, "model": {"opt_level": "O5", "master_weights": "model"}}
+    mpinit.initialize(model, optimizer, **stores[store], **more, verbosity=0)
+    before = float32_of(model)
+    trained(model, optimizer)
+    assert (weight.calls, weight.steps) == (1, 1)
+    assert not same(before, {"0.weight": float32_of(model)["0.weight"]})  # it has a factor
+    assert same(float32_of(model), {"0.bias": before["0.bias"]})
+    model.load_state_dict(before)
+    with mpinit.float32_weights(model):
+        model[0].weight.gain = 6.0
+        assert torch.equal(model(batch()), by_hand)
+    assert (weight.gain, weight.calls) == (6.0, 2)
+    assert torch.allclose(model(batch()), by_hand, atol=0.05)
+    masters: list[Any] = list(mpinit.master_params(optimizer))
+    assert (masters[0].gain, masters[0].calls) == (6.0, 3)
+    assert pickle.loads(pickle.dumps(model))[0].weight.gain == 6.0
+
+
 # -- Rule 2: a master is a function of two tensors ---------------------------------------------------------------------
 
 
