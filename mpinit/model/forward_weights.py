@@ -362,7 +362,11 @@ class ForwardWeights(OfModule):
         """
         outside = self.casts.slots_of(self._modules())
         casts = [parameter.to(self.casts.dtype) for *_, parameter in outside]
-        for (parameters, name, _), cast in zip(outside, casts, strict=True):
+        attributes = self._attributes() if outside else []
+        for (parameters, name, parameter), cast in zip(outside, casts, strict=True):
+            for attribute in attributes:
+                if hasattr(parameter, attribute):
+                    setattr(cast, attribute, getattr(parameter, attribute))
             parameters[name] = cast
         try:
             yield
@@ -372,6 +376,13 @@ class ForwardWeights(OfModule):
         for (_, name, parameter), cast in zip(outside, casts, strict=True):
             shape, kind = tuple(parameter.shape), type(self._module()).__name__
             _refuse_traced_write(cast, _WRITTEN.format(name, shape, kind))
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace __dict__
+    def _attributes(self) -> list[str]:
+        """List the names of attributes that user code has set on any of the parameters."""
+        parameters = [each for each in self.parameters() if not hasattr(type(each), "__tensor_flatten__")]
+        names = {name for parameter in parameters for name in parameter.__dict__}
+        return sorted(name for name in names if not name.startswith("_dynamo"))
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
         """Cast the tensors that pre-hooks (weight_norm, pruning) computed in float32 before :meth:`cast` began."""

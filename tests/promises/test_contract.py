@@ -155,6 +155,22 @@ def test_attributes_of_a_weight_are_those_of_all_its_forms(store: str, more: dic
     assert pickle.loads(pickle.dumps(model))[0].weight.gain == 6.0
 
 
+@pytest.mark.parametrize("more", [{"master_weights": "model"}, {"compute_fp32": ["0"]}], ids=["model", "compute_fp32"])
+def test_a_compiled_forward_reads_attributes_of_weights(more: dict[str, Any]) -> None:
+    class Product(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * getattr(self.weight, "gain", 1.0)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Product(4, 2))
+    weight: Any = model[0].weight
+    weight.gain = 4.0
+    mpinit.initialize(model, sgd(model), opt_level="O5", **more, verbosity=0)
+    by_hand = nn.functional.linear(batch(), weight.detach().float(), model[0].bias.detach().float()) * 4
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(batch()), by_hand, atol=0.05)
+
+
 # -- Rule 2: a master is a function of two tensors ---------------------------------------------------------------------
 
 
