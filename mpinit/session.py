@@ -128,7 +128,7 @@ class Session:
         self.ranks.watch([*changes, *widened], settings, self._undos)
 
         # Masters, of the weights that are trained. They have the memory of the weights until these are cast.
-        push(self.masters.stop_watching)
+        push(self.masters.watched.end)
         push(weak_call(self._drop_masters))
         targets = dict(selection.targets)
         for weight in trained if plan.makes_masters else ():
@@ -216,8 +216,7 @@ class Session:
         # A weight that was 16-bit before becomes float32, to keep its master's bits. After a failed set-up it becomes
         # 16-bit again.
         keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
-        self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
-        self.masters.discard(master)
+        self.masters.discard(master, torch.float32 if keeps_bits else master.original_dtype)
 
     def undo(self) -> None:
         """Undo everything that ``apply`` did, which ends the session.

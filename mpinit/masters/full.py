@@ -95,7 +95,7 @@ class FullMaster(Master):
 
     Attributes:
         seen: the version of the weight when it was last the master's rounding.
-        given: the version of the master at that time; it counts from when users may have the master.
+        given: the version of the master at that time; it counts once users may have masters.
         is_compared: whether the two were compared by value since the master was made.
         handed_out: the master as users have it; None until :meth:`FullMasters.hand_out`.
     """
@@ -109,6 +109,14 @@ class FullMaster(Master):
         self.is_compared = False
         self.handed_out: MasterParameter | None = None
 
+    def follow_device(self) -> None:
+        """Move the master to the device of its weight."""
+        if self.parameter.device != self.weight.device:
+            set_data(self.parameter, TENSOR_DATA.__get__(self.parameter).to(self.weight.device))
+        handed_out = self.handed_out
+        if handed_out is not None and handed_out.data_ptr() != self.parameter.data_ptr():
+            TENSOR_DATA.__set__(handed_out, TENSOR_DATA.__get__(self.parameter))
+
 
 @final
 class FullMasters(Masters):
@@ -116,14 +124,16 @@ class FullMasters(Masters):
 
     A weight or a master was written to if its version has moved since the two last agreed. The first step compares all
     by value, because ``torch.distributed.broadcast`` moves no version, and ranks may broadcast their weights by hand.
+
+    Attributes:
+        counts_writes: whether writes to masters count, because users may have some.
     """
 
     steps_in_parts = False
 
     def __init__(self, names: Names | None = None, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__(names, grad_dtype)
-        # The masters that users may have.
-        self._handed_out: dict[int, FullMaster] = {}
+        self.counts_writes = False
 
     def _make(self, weight: nn.Parameter) -> FullMaster:
         # Not detach(), whose result would share the weight's version counter.
@@ -131,42 +141,29 @@ class FullMasters(Masters):
         wide = values if values.dtype is torch.float32 else values.to(torch.float32)
         return FullMaster(weight, nn.Parameter(wide, weight.requires_grad))
 
-    def _discard(self, master: Master) -> None:
-        self._handed_out.pop(id(master), None)
-
     def _cast(self, masters: Sequence[Master]) -> None:
         for master in masters:
             set_data(master.weight, TENSOR_DATA.__get__(master.weight).to(master.dtype))
         _see([master for master in masters if isinstance(master, FullMaster)])
 
-    @property
-    def has_handed_out(self) -> bool:
-        """Whether users may have masters."""
-        return bool(self._handed_out)
-
-    def is_cast(self, master: Master) -> bool:
-        """Return whether the weight has been cast: until then it shares its memory with the master."""
-        return master.weight.dtype != torch.float32
-
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """Return the master's own memory if its weight was not written to; otherwise a tensor computed by the law."""
         assert isinstance(master, FullMaster)
-        self.check_data_of(master)
-        self._move(master)
+        self.check_data([master])
+        master.follow_device()
         parameter: torch.Tensor = TENSOR_DETACH(master.parameter)
-        if self.are_in_model or not self.is_cast(master) or master.weight.is_meta:
+        if self.are_in_model or not _have_both_numbers(master):
             return parameter
         weight_moved, master_moved = self._moved(master)
         if master_moved or (master.is_compared and not weight_moved):
-            self._check_one_was_written(master, weight_moved and master_moved)
             return parameter
         return sharded_as(meaning(local(master.weight), local(parameter)), master.weight)
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
         assert isinstance(master, FullMaster)
-        self._move(master)
+        master.follow_device()
         if values is not master.parameter:
             master.parameter.copy_(values)
         master.weight.copy_(master.parameter)
@@ -176,6 +173,17 @@ class FullMasters(Masters):
         return _Batch(self, [master for master in masters if isinstance(master, FullMaster)])
 
     # -- writes of the user's -----------------------------------------------------------------------------------------
+
+    def follow_writes(self) -> None:
+        if self.are_in_model:
+            return
+        if not self.counts_writes:
+            self.check_data(self)
+            return
+        masters = [master for master in self if isinstance(master, FullMaster)]
+        versions = versions_of(map(_PARAMETER, masters))
+        pairs = zip(masters, versions, strict=True) if list(map(_GIVEN, masters)) != versions else ()
+        self.follow([master for master, version in pairs if master.given != version])
 
     @torch.no_grad()
     def follow(self, masters: Sequence[FullMaster], compares: bool = False) -> None:
@@ -188,23 +196,20 @@ class FullMasters(Masters):
         Raises:
             RuntimeError: a weight and its master were both written to, and differ.
         """
-        self.check_data()
+        self.check_data(self)
         weights, parameters = _versions(masters)
-        moved: list[FullMaster] = []
-        if list(map(_SEEN, masters)) != weights or (self._handed_out and list(map(_GIVEN, masters)) != parameters):
-            moved = [
-                master
-                for master, weight, parameter in zip(masters, weights, parameters, strict=True)
-                if master.seen != weight or (id(master) in self._handed_out and master.given != parameter)
-            ]
+        moved = [
+            master
+            for master, weight, parameter in zip(masters, weights, parameters, strict=True)
+            if master.seen != weight or (self.counts_writes and master.given != parameter)
+        ]
         new = [master for master in masters if not master.is_compared] if compares else []
         for master in {id(each): each for each in (*moved, *new)}.values():
-            if not self.is_cast(master) or master.weight.is_meta:
+            if not _have_both_numbers(master):
                 continue
-            self._move(master)
-            weight_moved, master_moved = self._moved(master)
+            master.follow_device()
+            _, master_moved = self._moved(master)
             if master_moved:
-                self._check_one_was_written(master, weight_moved)
                 master.weight.copy_(master.parameter)
             else:
                 values = local(TENSOR_DETACH(master.parameter))
@@ -213,31 +218,17 @@ class FullMasters(Masters):
         for master in new:
             master.is_compared = True
 
-    def _round_written(self) -> None:
-        if self._handed_out:
-            masters = list(self._handed_out.values())
-            parameters = versions_of(map(_PARAMETER, masters))
-            if list(map(_GIVEN, masters)) != parameters:
-                pairs = zip(masters, parameters, strict=True)
-                self.follow([master for master, version in pairs if master.given != version])
-
-    def _check_one_was_written(self, master: FullMaster, both: bool) -> None:
-        if both and not bool(is_rounding(local(master.weight), local(master.parameter)).all()):
-            raise RuntimeError(_BOTH.format(self.names.of(master.weight)))
-
     def _moved(self, master: FullMaster) -> tuple[bool, bool]:
-        (weight,), (parameter,) = _versions([master])
-        return weight != master.seen, id(master) in self._handed_out and parameter != master.given
+        """Return whether the weight, and whether its master was written to.
 
-    @staticmethod
-    def _move(master: FullMaster) -> None:
-        """Move a master to the device of its weight."""
-        parameter, weight = master.parameter, master.weight
-        if parameter.device != weight.device:
-            set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        handed_out = master.handed_out
-        if handed_out is not None and handed_out.data_ptr() != parameter.data_ptr():
-            TENSOR_DATA.__set__(handed_out, TENSOR_DATA.__get__(parameter))
+        Raises:
+            RuntimeError: both were, and they differ.
+        """
+        (weight,), (parameter,) = _versions([master])
+        weight_moved, master_moved = weight != master.seen, self.counts_writes and parameter != master.given
+        if weight_moved and master_moved and not is_rounding(local(master.weight), local(master.parameter)).all():
+            raise RuntimeError(_BOTH.format(self.names.of(master.weight)))
+        return weight_moved, master_moved
 
     # -- masters that users have --------------------------------------------------------------------------------------
 
@@ -246,25 +237,26 @@ class FullMasters(Masters):
 
         From now on writes to these masters count.
         """
-        found = [self._of.get(id(weight)) for weight in weights]
-        self.follow([master for master in found if isinstance(master, FullMaster)])
-        return [
-            self._handed(master) if isinstance(master, FullMaster) and not master.is_sharded else weight
-            for weight, master in zip(weights, found, strict=True)
-        ]
+        self.follow([master for master in map(self.of, weights) if isinstance(master, FullMaster)])
+        self.count_writes()
+        listed: list[nn.Parameter] = []
+        for weight in weights:
+            master = self.of(weight)
+            if not isinstance(master, FullMaster) or master.is_sharded:
+                listed.append(weight)
+                continue
+            if master.handed_out is None:
+                master.handed_out = MasterParameter(master.parameter, master.weight)
+            listed.append(master.handed_out)
+        return listed
 
-    def _handed(self, master: FullMaster) -> nn.Parameter:
-        if master.handed_out is None:
-            master.handed_out = MasterParameter(master.parameter, master.weight)
-            self.count_writes([master])
-        return master.handed_out
-
-    def count_writes(self, masters: Sequence[FullMaster]) -> None:
+    def count_writes(self) -> None:
         """Let writes to masters count from now on, because users may have them."""
-        new = [master for master in masters if id(master) not in self._handed_out]
-        for master, version in zip(new, _versions(new)[1], strict=True):
-            master.given = version
-            self._handed_out[id(master)] = master
+        if not self.counts_writes:
+            masters = [master for master in self if isinstance(master, FullMaster)]
+            for master, version in zip(masters, _versions(masters)[1], strict=True):
+                master.given = version
+            self.counts_writes = True
 
 
 @final
@@ -288,11 +280,11 @@ class _Batch(MasterBatch):
     @without_gradients
     def read(self) -> None:
         owner = self._owner
-        owner.check_data()
+        owner.check_data(owner)
         if self._are_compared and not self._are_sharded and versions_of(self._weights) == self._seen:
             # No weight was written to. write() will write to each once.
             self._next = [version + 1 for version in self._seen]
-            if not owner.has_handed_out or versions_of(self._parameters) == self._given:
+            if not owner.counts_writes or versions_of(self._parameters) == self._given:
                 return
         owner.follow(self._masters, compares=True)
         self._are_compared, self._next = True, []
@@ -312,9 +304,14 @@ class _Batch(MasterBatch):
             _see(self._masters)
             return
         consume(map(setattr, self._masters, repeat("seen"), self._seen))
-        if self._owner.has_handed_out:
+        if self._owner.counts_writes:
             self._given = versions_of(self._parameters)
             consume(map(setattr, self._masters, repeat("given"), self._given))
+
+
+def _have_both_numbers(master: Master) -> bool:
+    """Return whether a weight has numbers beside its master's: it shares their memory until it is cast."""
+    return master.weight.dtype != torch.float32 and not master.weight.is_meta
 
 
 def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:

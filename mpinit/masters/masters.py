@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -10,9 +9,8 @@ from torch import nn
 
 from ..basics.dtypes import LOWER_PRECISION, as_float32
 from ..basics.modules import Names, share_attributes
-from ..basics.patching import undo_when_dropped
 from ..distributed.sharding import is_sharded, set_data
-from ..torch_internals.parameter_data import has_other_data, remove_if_unused, unwatch, watch
+from ..torch_internals.parameter_data import Watched, has_other_data
 
 _IN_BLOCK: Final = (
     "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
@@ -83,6 +81,7 @@ class Masters(ABC):
         are_in_model: whether the model has float32 parameters at the moment, inside a ``float32_weights`` block.
         steps_in_parts: whether a step makes float32 masters of a bucket of weights at a time.
         kept_slots: what ``float32_weights`` keeps from block to block; None after a weight got or lost its master.
+        watched: the parameters whose ``data`` is watched for writes.
     """
 
     steps_in_parts: ClassVar[bool]
@@ -92,10 +91,8 @@ class Masters(ABC):
         self.grad_dtype = grad_dtype
         self.are_in_model = False
         self.kept_slots: Any = None
+        self.watched = Watched()
         self._of: dict[int, Master] = {}
-        self._watched: set[int] = set()
-        # A parameter that is made later may have the id of a freed one.
-        self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(unwatch, self._watched))
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))
@@ -123,7 +120,7 @@ class Masters(ABC):
         try:
             for weight, _ in present:
                 weight.grad = None
-            self.watch([weight for weight, _ in gradients])
+            self.watched.add(weight for weight, _ in gradients)
             self._cast(masters)
             for weight, _ in gradients:
                 weight.grad_dtype = self.grad_dtype
@@ -135,105 +132,70 @@ class Masters(ABC):
                 weight.grad = gradient
             raise
 
-    def restore(self, master: Master, dtype: torch.dtype) -> None:
-        """Set a weight to its master's values in ``dtype``, and its gradient too. May be called again."""
+    def discard(self, master: Master, dtype: torch.dtype | None = None) -> None:
+        """Drop a master; its weight is a plain parameter from now on. May be called again.
+
+        Args:
+            master: the master.
+            dtype: the dtype in which the weight gets its master's values, and its gradient; None: it stays as it is.
+        """
         weight = master.weight
-        if weight.shape != master.parameter.shape:
-            return  # FSDP1 has replaced its memory, and was refused
-        if weight.dtype != dtype and self.is_cast(master):
+        if id(weight) not in self._of:
+            return
+        has_own_memory = weight.shape == master.parameter.shape  # FSDP1 has replaced it, and was refused
+        if dtype is not None and has_own_memory and weight.dtype not in (dtype, torch.float32):
             values = self.values(master).to(dtype)
             _detach_gradient(master)
             set_data(weight, values)
-        _attach_gradient(master)
-
-    def discard(self, master: Master) -> None:
-        """Drop a master; its weight is a plain 16-bit parameter from now on. May be called again."""
-        if id(master.weight) in self._of:
+        else:
             _detach_gradient(master)
-            _attach_gradient(master)
-            ids = {id(master.weight), id(master.parameter)}
-            unwatch(ids)
-            self._watched -= ids
-            self._discard(master)
-            self.kept_slots = None
-            del self._of[id(master.weight)]
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See writes through the ``data`` of parameters, until their master is discarded."""
-        listed = list(parameters)
-        self._watched.update(map(id, listed))
-        watch(listed)
-
-    def stop_watching(self) -> None:
-        """Reverse :meth:`watch` for all parameters."""
-        unwatch(self._watched)
-        self._remove_property()
+        if master.gradient is not None:
+            weight.grad = master.gradient.to(weight.dtype)
+            master.gradient = None
+        self.watched.discard([weight, master.parameter])
+        self.kept_slots = None
+        del self._of[id(weight)]
 
     def refuse_inside_block(self, what: str) -> None:
         """Refuse to do ``what`` inside of a ``float32_weights`` block."""
         if self.are_in_model:
             raise RuntimeError(_IN_BLOCK.format(what))
 
-    def follow_writes(self) -> None:
-        """Round masters that users have written to into their weights; at a forward, a step, and before a read.
-
-        Raises:
-            RuntimeError: the data of a weight has another dtype or shape, or a weight and its master were both written
-                to, differently.
-        """
-        if not self.are_in_model:
-            self.check_data()
-            self._round_written()
-
-    def discard_unused(self, masters: Iterable[Master]) -> None:
-        """Free the masters of weights that are in no optimizer and in no model any more."""
-        unused = [master for master in masters if master.optimizers == 0]
-        used = {id(parameter) for model in self.names.models for parameter in model.parameters()} if unused else ()
-        for master in unused:
-            if id(master.weight) not in used:
-                self.discard(master)
-
-    def check_data(self) -> None:
+    def check_data(self, masters: Iterable[Master]) -> None:
         """Refuse weights whose ``data`` was replaced by a tensor of another dtype or shape.
 
         Raises:
             RuntimeError: there is one.
         """
-        for key in has_other_data() & self._of.keys() if has_other_data() else ():
-            self.check_data_of(self._of[key])
+        changed = has_other_data()
+        for master in masters if changed else ():
+            weight, shape = master.weight, master.parameter.shape
+            if id(weight) in changed and (weight.dtype, weight.shape) != (master.dtype, shape):
+                given = self.names.of(weight), weight.dtype, tuple(weight.shape)
+                raise RuntimeError(_OTHER_DATA.format(*given, master.dtype, tuple(shape)))
 
-    def check_data_of(self, master: Master) -> None:
-        """Do the same as :meth:`check_data` for one weight."""
-        weight, shape = master.weight, master.parameter.shape
-        if id(weight) not in has_other_data() or master.dtype not in LOWER_PRECISION:
-            return
-        if (weight.dtype, weight.shape) != (master.dtype, shape):
-            given = self.names.of(weight), weight.dtype, tuple(weight.shape)
-            raise RuntimeError(_OTHER_DATA.format(*given, master.dtype, tuple(shape)))
+    @abstractmethod
+    def follow_writes(self) -> None:
+        """Round masters that users have written to into their weights; at a forward, a step, and before a read.
+
+        Inside of a ``float32_weights`` block there are no weights to round into.
+
+        Raises:
+            RuntimeError: the data of a weight has another dtype or shape, or a weight and its master were both written
+                to, differently.
+        """
 
     @abstractmethod
     def hand_out(self, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """List the masters of weights as users have them; for a weight without one that lasts, the weight."""
 
     @abstractmethod
-    def _round_written(self) -> None:
-        """Round the masters that users have, and have written to, into their weights."""
-
-    @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
         """Make a master. A float32 weight's master gets its memory, because the cast allocates new memory."""
 
     @abstractmethod
-    def _discard(self, master: Master) -> None:
-        """Drop the records of a master."""
-
-    @abstractmethod
     def _cast(self, masters: Sequence[Master]) -> None:
         """Replace the memory of weights by new memory in the dtypes of their masters."""
-
-    @abstractmethod
-    def is_cast(self, master: Master) -> bool:
-        """Return whether the weight has been cast, so that its numbers are its master's rounded."""
 
     @abstractmethod
     def values(self, master: Master) -> torch.Tensor:
@@ -254,9 +216,3 @@ def _detach_gradient(master: Master) -> None:
         master.gradient = master.weight.grad
     master.weight.grad = None
     master.weight.grad_dtype = None
-
-
-def _attach_gradient(master: Master) -> None:
-    if master.gradient is not None:
-        master.weight.grad = master.gradient.to(master.weight.dtype)
-        master.gradient = None

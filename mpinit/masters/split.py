@@ -80,15 +80,13 @@ class SplitMasters(Masters):
         """List the weights: their masters are in memory only while a step runs."""
         return list(weights)
 
-    def _round_written(self) -> None:
-        pass
+    def follow_writes(self) -> None:
+        if not self.are_in_model:
+            self.check_data(self)
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
         return SplitMaster(weight)
-
-    def _discard(self, master: Master) -> None:
-        pass
 
     def _cast(self, masters: Sequence[Master]) -> None:
         pending: list[tuple[SplitMaster, torch.Tensor]] = []
@@ -108,13 +106,10 @@ class SplitMasters(Masters):
         if pending:
             _split_together(pending)
 
-    def is_cast(self, master: Master) -> bool:
-        return isinstance(master, SplitMaster) and master.remainder is not None
-
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         assert isinstance(master, SplitMaster)
-        self.check_data_of(master)
+        self.check_data([master])
         weight = shard(master.weight)
         if master.remainder is None:
             return sharded_as(weight.to(torch.float32, copy=True), master.weight)
@@ -174,7 +169,7 @@ class _Bucket(MasterBatch):
         size = _piece_size(self._device, self._owner.run.is_compiled_on(self._device))
         if layouts_of(shards) == self._layouts and are_same(present, self._parts) and size == self._piece_size:
             return
-        self._owner.check_data()
+        self._owner.check_data(self._owner)
         remainders = [m.laid_out(here) for m, here in zip(self._masters, shards, strict=True)]
         self._remainder = torch.cat(list(map(flat, remainders)))
         parts = self._remainder.split_with_sizes(self._sizes)

@@ -93,8 +93,8 @@ class Slots:
         self.batch: MasterBatch | None = None
         if isinstance(casts.masters, FullMasters) and full:
             self.batch = casts.masters.batch(full, full[0].weight.device)
-            casts.masters.count_writes(full)  # users may keep them
-            casts.masters.watch(self.masters)
+            casts.masters.count_writes()  # users may keep them
+            casts.masters.watched.add(self.masters)
         self.memory: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.inside: Tables | None = None

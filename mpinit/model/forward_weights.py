@@ -10,9 +10,8 @@ the backward pass finds the same tensors: activation checkpointing, reversible b
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -24,12 +23,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..basics.bulk import Tables, are_same
 from ..basics.modules import share_attributes
-from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import fsdp2_refusal, is_distributed, is_managed_by_fsdp
 from ..torch_internals.float32_gradients import cast_together
-from ..torch_internals.parameter_data import remove_if_unused, unwatch, versions_of, watch
+from ..torch_internals.parameter_data import Watched, versions_of
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
@@ -43,12 +41,6 @@ class _Cast(NamedTuple):
     parameter: nn.Parameter
     version: int
     cast: torch.Tensor
-
-
-def _unwatch(casts: Mapping[int, _Cast]) -> None:
-    """Watch the ``data`` of these parameters and of their casts no more."""
-    unwatch(casts)
-    unwatch([id(each.cast) for each in list(casts.values())])
 
 
 class WeightCasts:
@@ -85,7 +77,7 @@ class WeightCasts:
         self._kept_parameters = kept_parameters
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
-        self._remove_property = undo_when_dropped(self, remove_if_unused, at_once=partial(_unwatch, self._casts))
+        self._watched = Watched()
         self._lock = threading.Lock()
         self._thread: int | None = None
 
@@ -156,15 +148,15 @@ class WeightCasts:
         if not stale:
             return
         made = cast_together([parameter for parameter, _ in stale.values()], self.dtype, self._sums)
-        replaced = [id(self._casts[key].cast) for key in stale if key in self._casts]
-        unwatch(replaced)
+        replaced = [self._casts[key].cast for key in stale if key in self._casts]
+        self._watched.discard(replaced)
         self.generation += bool(replaced)
         for (key, (parameter, version)), cast in zip(stale.items(), made, strict=True):
             cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
             share_attributes(parameter, cast)
             self._casts[key] = _Cast(parameter, version, cast)
-        watch([parameter for parameter, _ in stale.values()])
-        watch(made)  # a forward may write through the cast's ``data``
+        self._watched.add(parameter for parameter, _ in stale.values())
+        self._watched.add(made)  # a forward may write through the cast's ``data``
 
     def _cast_alone(self, parameter: torch.Tensor) -> torch.Tensor:
         cast = parameter.to(self.dtype)
@@ -189,14 +181,14 @@ class WeightCasts:
 
     def _keep_only(self, ids: set[int]) -> None:
         gone = {key: each for key, each in self._casts.items() if key not in ids}
-        _unwatch(gone)
-        for key in gone:
+        for key, each in gone.items():
+            self._watched.discard([each.parameter, each.cast])
             del self._casts[key]
 
     def close(self) -> None:
         """Drop the casts, and watch the parameters' ``data`` no more."""
         self._keep_only(set())
-        self._remove_property()
+        self._watched.end()
 
 
 class _Layout:

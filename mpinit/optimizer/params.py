@@ -106,7 +106,11 @@ class OptimizerParams:
             for weight, master in zip(weights, found, strict=True)
             if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
-        self.table.discard_unused(before)
+        unused = [master for master in before if master.optimizers == 0]
+        in_models = {id(p) for model in self.table.names.models for p in model.parameters()} if unused else ()
+        for master in unused:
+            if id(master.weight) not in in_models:
+                self.table.discard(master)
         self.generation += 1
 
     def _replace_by(self, masters: Sequence[Master], others: Sequence[tuple[nn.Parameter, nn.Parameter]] = ()) -> None:

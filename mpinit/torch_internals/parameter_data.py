@@ -10,12 +10,14 @@ through ``.data``.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from ..basics.patching import undo_when_dropped
 from ..basics.running import is_eager
 
 TENSOR_DATA: Final[Any] = torch.Tensor.data
@@ -42,22 +44,42 @@ _used: Final[dict[int, _Data]] = {}
 _changed: Final[set[int]] = set()
 
 
-def watch(parameters: Iterable[torch.Tensor]) -> None:
-    """Count writes through the ``data`` of parameters in :func:`versions_of`, from now on."""
-    _watched.update(map(id, parameters))
-    if _watched and nn.Parameter.data is TENSOR_DATA:
-        nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
+class Watched:
+    """Parameters that are watched: :func:`versions_of` counts writes through their ``data``, until this is freed."""
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+        # A parameter that is made later may have the id of a freed one.
+        self._remove_property = undo_when_dropped(self, _remove_if_unused, at_once=partial(_forget, self._ids))
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch more parameters."""
+        new = list(map(id, parameters))
+        self._ids.update(new)
+        _watched.update(new)
+        if _watched and nn.Parameter.data is TENSOR_DATA:
+            nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
+
+    def discard(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch some parameters no longer."""
+        ids = set(map(id, parameters))
+        _forget(ids)
+        self._ids -= ids
+
+    def end(self) -> None:
+        """Watch none of them any longer."""
+        _forget(self._ids)
+        self._remove_property()
 
 
-def unwatch(ids: Iterable[int]) -> None:
-    """Reverse :func:`watch` for the parameters with these ids; it may be called at any line."""
+def _forget(ids: Iterable[int]) -> None:
     for key in ids:
         _watched.discard(key)
         _used.pop(key, None)
         _changed.discard(key)
 
 
-def remove_if_unused() -> None:
+def _remove_if_unused() -> None:
     """Remove the property from the class if there is no parameter to watch."""
     if not _watched and nn.Parameter.data is not TENSOR_DATA:
         del nn.Parameter.data

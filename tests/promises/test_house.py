@@ -51,6 +51,21 @@ def test_no_constructor_has_more_than_5_arguments() -> None:
     assert not found
 
 
+def test_no_class_has_more_than_20_methods() -> None:
+    """Count inherited ones, too. What a base class of another package dictates is not counted."""
+    found = {}
+    for cls in classes():
+        dictated = {name for base in cls.__mro__ if not base.__module__.startswith("mpinit") for name in vars(base)}
+        own = {name for base in cls.__mro__ for name, value in vars(base).items() if is_method(value)}
+        if len(own - dictated) > 20:
+            found[f"{cls.__module__}.{cls.__qualname__}"] = len(own - dictated)
+    assert not found
+
+
+def is_method(value: object) -> bool:
+    return inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod, property))
+
+
 def test_no_interface_has_a_single_implementer() -> None:
     known = list(classes())
     found = set()

@@ -114,15 +114,15 @@ def test_failing_undo_of_one_master_undoes_the_others(
     values = {name: value.clone() for name, value in model.state_dict().items()}
     name = [name for name, _ in model.named_parameters()][failing]
     weight = model.get_parameter(name)
-    restore = Masters.restore
+    discard = Masters.discard
 
-    def fails(self: Masters, master: Any, dtype: torch.dtype) -> None:
+    def fails(self: Masters, master: Any, dtype: torch.dtype | None = None) -> None:
         if master.weight is weight:
             raise MemoryError("no memory for one weight")
-        restore(self, master, dtype)
+        discard(self, master, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Masters, "restore", fails)
+        patch.setattr(Masters, "discard", fails)
         with pytest.raises(MemoryError, match="no memory") as caught:
             mpinit.undo(model)
     assert any("call it again" in note for note in caught.value.__notes__)
