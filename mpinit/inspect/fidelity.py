@@ -177,7 +177,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
     """Run a model in evaluation mode inside the block, and restore its modes and buffers."""
     modes = {module: module.training for module in model.modules()}
     buffers = [
-        (module._buffers, name, buffer, buffer.clone())
+        (module._buffers, name, buffer, buffer._version, buffer.clone())
         for module in modes
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -190,9 +190,11 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for own, name, buffer, values in buffers:
+        for own, name, buffer, version, values in buffers:
             own[name] = buffer
-            buffer.copy_(values)
+            # Only if it was written: a session counts writes to 16-bit buffers, and warns of them.
+            if buffer._version != version:
+                buffer.copy_(values)
 
 
 def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:

@@ -258,3 +258,14 @@ def test_a_compiled_model_on_another_backend_is_equal() -> None:
     mpinit.initialize(model, opt_level="O5")
     found = mpinit.fidelity(torch.compile(model, backend="eager"), torch.randn(2, 8))
     assert found and found.compiled and "bit for bit" in str(found) and model.training
+
+
+def test_buffers_that_no_forward_writes_are_not_written_here(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_buffer("table", torch.ones(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5")
+    loss = model(torch.randn(4, 8)).mean()
+    mpinit.fidelity(model, torch.randn(4, 8))
+    iterate(loss, optimizer)
+    assert not [each for each in recwarn if "written to while the model trains" in str(each.message)]
