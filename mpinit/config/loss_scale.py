@@ -1,14 +1,10 @@
 """The public value that says how a dynamic loss scale moves."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
-
-from ..basics.tables import nearest
 
 # A scale and its reciprocal are float32 numbers. Outside these limits one of them is 0 or inf.
 SMALLEST_SCALE: Final = 2.0**-126
@@ -49,7 +45,6 @@ class DynamicLossScale:
 
     Raises:
         ValueError: a number is out of its range, or ``init`` is not between ``min`` and ``max``.
-        TypeError: there is no such keyword; the message names the right one.
 
     Example:
         >>> import torch, mpinit
@@ -101,24 +96,6 @@ class DynamicLossScale:
 # Names of the rule's numbers, here and elsewhere (torch.amp.GradScaler) -> the rule's own.
 RULE_NAMES: Final = {field.name: field.name for field in dataclasses.fields(DynamicLossScale)}
 RULE_NAMES.update(dict.fromkeys(("init_scale", "init_loss_scale"), "init"))
-
-
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor with an error that names the right keyword for a wrong one."""
-
-    @functools.wraps(init)
-    def checked(self: DynamicLossScale, *values: Any, **keywords: Any) -> None:
-        for name in keywords:
-            if RULE_NAMES.get(name) != name:
-                own = tuple(dict.fromkeys(RULE_NAMES.values()))
-                hint = f"; it is {RULE_NAMES[name]!r} here" if name in RULE_NAMES else nearest(name, own)
-                raise TypeError(f"mpinit.DynamicLossScale() has no keyword {name!r}{hint}")
-        init(self, *values, **keywords)
-
-    return checked
-
-
-DynamicLossScale.__init__ = _checked(DynamicLossScale.__init__)  # type: ignore[method-assign]
 
 LossScale = float | DynamicLossScale
 

@@ -43,19 +43,6 @@ def test_a_wrong_number_is_refused_at_construction(name: str, values: tuple[Any,
             DynamicLossScale(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("init_scale", "it is 'init' here"),
-        ("growth_intervall", "did you mean 'growth_interval'"),
-        ("zz", "There are: init"),
-    ],
-)
-def test_a_wrong_keyword_names_the_right_one(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=rf"DynamicLossScale\(\) has no keyword '{name}'.*{hint}"):
-        DynamicLossScale(**{name: 2.0**10})
-
-
 def test_it_is_frozen_and_compares_by_value() -> None:
     rule = DynamicLossScale(init=8.0)
     assert rule == DynamicLossScale(8) and hash(rule) == hash(DynamicLossScale(8)) and rule != DynamicLossScale()
