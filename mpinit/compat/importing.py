@@ -68,11 +68,11 @@ class _Refusals(MetaPathFinder):
         name = fullname
         if fullname.startswith(REPLACEMENT_PACKAGE):
             name = NAME + fullname.removeprefix(REPLACEMENT_PACKAGE)
-        is_ours = getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE
-        if name in MISSING or (name in ABSENT_MODULES and is_ours):
-            _log_once(_missing(name))
         if name in MISSING:
-            raise ImportError(_missing(name), name=name)
+            raise ImportError(_refused(name), name=name)
+        # Of an apex without these parts Python's own error follows, which scripts expect.
+        if name in ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
+            _refused(name)
 
 
 def _drop_modules(package: str) -> None:
@@ -159,26 +159,23 @@ ABSENT_MODULES: Final = frozenset(
 
 
 @functools.cache
-def _log_once(text: str) -> None:
-    """Log a warning once a process: scripts import apex in a ``try`` of their own, which hides the error's text."""
+def _refused(name: str) -> str:
+    """Return the error's text for a name, and log it once: scripts import apex in a ``try``, which hides the text."""
+    replacement = MISSING.get(name, "install NVIDIA apex: mpinit then provides apex.amp alone")
+    text = f"{name} is not part of the apex that mpinit provides. In its place, {replacement}"
     log.warning("%s. A script may show another text for this ImportError", text)
+    return text
 
 
-def refusal(package: str, kind: type[ImportError | AttributeError] = AttributeError) -> Callable[[str], NoReturn]:
-    """Return the ``__getattr__`` of a package of apex: its errors name the replacements of names that it lacks."""
+def refusal(package: str) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module of apex: its errors name the replacements of names that it lacks."""
 
     def __getattr__(name: str) -> NoReturn:
-        if f"{package}.{name}" in MISSING:
-            raise kind(_missing(f"{package}.{name}"), name=name)
+        full = f"{package}.{name}"
         # An ImportError, because scripts that run without it write ``import apex; apex.contrib...`` in a try block with
-        # ``except ImportError``.
-        if f"{package}.{name}" in ABSENT_MODULES:
-            raise ImportError(_missing(f"{package}.{name}"), name=name)
+        # ``except ImportError``, and because "from ... import name" of a file shows no other error's text.
+        if full in MISSING or full in ABSENT_MODULES:
+            raise ImportError(_refused(full), name=full)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__
-
-
-def _missing(name: str) -> str:
-    replacement = MISSING.get(name, "install NVIDIA apex: mpinit then provides apex.amp alone")
-    return f"{name} is not part of the apex that mpinit provides. In its place, {replacement}"

@@ -80,7 +80,7 @@ def test_replaced_names_of_apex_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_import_inside_try_of_scripts_own_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    importing._log_once.cache_clear()
+    importing._refused.cache_clear()
     for statement in (
         "from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb",
         "from apex.contrib.optimizers import FusedAdam",

@@ -1,6 +1,5 @@
 """scale_loss and disable_casts, and the handles of ``amp.init``, apex's first interface."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -52,24 +51,7 @@ def scale_loss(
     return _core.in_all(blocks, many if sessions[0].scalers[loss_id].is_dynamic else [])
 
 
-class _Handle(ABC):
-    """What both handles have. Scripts read ``has_cache`` and ``verbose``."""
-
-    has_cache = verbose = False
-
-    @abstractmethod
-    def is_active(self) -> bool:
-        """Return whether functions are cast."""
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the casts of weights, those of others too: torch has one cache."""
-        torch.clear_autocast_cache()
-
-
-class AmpHandle(_Handle):
+class AmpHandle:
     """The handle that :func:`init` returns: it scales losses, and its casts end with :meth:`_deactivate`."""
 
     def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
@@ -205,10 +187,10 @@ class OptimWrapper:
         return repr(self.optimizer)
 
 
-class SessionHandle(_Handle):
+class SessionHandle:
     """The handle after ``amp.initialize``: :meth:`_deactivate` ends the casts of functions, and nothing else."""
 
-    has_cache = True
+    has_cache, verbose = True, False  # scripts read them
     scale_loss = staticmethod(scale_loss)
     _disable_casts = staticmethod(mp.disable_casts)
 

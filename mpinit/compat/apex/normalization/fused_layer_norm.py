@@ -70,5 +70,4 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     _is_mixed = True
 
 
-# An ImportError, because "from ... import name" of a file, which is no package, shows no other error's text.
-__getattr__ = refusal("apex.normalization.fused_layer_norm", ImportError)
+__getattr__ = refusal("apex.normalization.fused_layer_norm")

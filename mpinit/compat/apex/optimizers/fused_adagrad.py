@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._shared import ByForeach, as_groups
+from ._shared import ByForeach
 
 
 class FusedAdagrad(ByForeach):
@@ -38,7 +38,7 @@ class FusedAdagrad(ByForeach):
     ) -> None:
         self.adagrad_w_mode = adagrad_w_mode
         self.set_grad_none = set_grad_none
-        super().__init__(as_groups(params), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
         """Update the parameters of each group."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._shared import ByForeach, as_groups, bias_corrections
+from ._shared import ByForeach, bias_corrections
 
 
 class FusedLAMB(ByForeach):
@@ -64,7 +64,7 @@ class FusedLAMB(ByForeach):
         self.use_nvlamb = use_nvlamb
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(as_groups(params), defaults)
+        super().__init__(params, defaults)
 
     def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
         """Update the parameters of each group by the norm of the gradients of all."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._shared import ByForeach, as_groups, bias_corrections
+from ._shared import ByForeach, bias_corrections
 
 
 class FusedNovoGrad(ByForeach):
@@ -59,7 +59,7 @@ class FusedNovoGrad(ByForeach):
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
         defaults |= {"norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(as_groups(params), defaults)
+        super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state.
