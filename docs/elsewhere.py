@@ -144,15 +144,20 @@ def measured(folder: Path, only: str) -> Iterator[tuple[str, str, dict[str, Any]
 def page(results: dict[str, Any]) -> str:
     """Write the page from the results."""
     count = sum(len(rows) for rows in results["tables"].values())
+    dates = sorted({entry["date"] for rows in results["tables"].values() for entry in rows.values()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     parts = [
         "# Sixteen bits elsewhere\n",
         f"What optimizers, averages, initialisers, losses, files and loss scales of others do in 16 bits: {count}\n"
-        "rows, each from a run on a CPU. `python docs/elsewhere.py --only NAME` runs a row again, and compares it\n"
+        f"rows, each from a run on a CPU, {when}. `python docs/elsewhere.py --only NAME` runs a row again, and compares it\n"
         f"with this page; without `--only` all are run. Versions are pinned; under them are {results['with']}.\n",
     ]
     for table in TABLES:
-        parts.append(f"## {table.title}\n\n{table.text.strip()}\n")
-        head = ["what", *table.columns, "package", "run on"]
+        measured = results["tables"].get(table.title, {}).values()
+        packages = dict.fromkeys(package for entry in measured for package in entry["packages"].split())
+        versions = f"\n\nPackages: {', '.join(packages)}." if packages else ""
+        parts.append(f"## {table.title}\n\n{table.text.strip()}{versions}\n")
+        head = ["what", *table.columns]
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for name in table.rows:
             entry = results["tables"].get(table.title, {}).get(name)
@@ -168,8 +173,7 @@ def _line(name: str, table: Table, entry: dict[str, Any]) -> str:
         values = [f"not measured: {cells['failed']}", *[""] * (len(table.columns) - 1)]
     else:
         values = [cells[column] for column in table.columns]
-    line = [name, *values, entry["packages"] or "torch", entry["date"]]
-    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in line) + " |"
+    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in [name, *values]) + " |"
 
 
 def main() -> int:
