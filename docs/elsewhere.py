@@ -149,8 +149,9 @@ def page(results: dict[str, Any]) -> str:
     parts = [
         "# Sixteen bits elsewhere\n",
         f"What optimizers, averages, initialisers, losses, files and loss scales of others do in 16 bits: {count}\n"
-        f"rows, each from a run on a CPU, {when}. `python docs/elsewhere.py --only NAME` runs a row again, and compares it\n"
-        f"with this page; without `--only` all are run. Versions are pinned; under them are {results['with']}.\n",
+        f"rows, each from a run on a CPU, {when}. `python docs/elsewhere.py --only NAME` runs a row again, and\n"
+        "compares it with this page; without `--only` all are run. Versions are pinned; under them are\n"
+        f"{results['with']}.\n",
     ]
     for table in TABLES:
         measured = results["tables"].get(table.title, {}).values()
