@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -158,22 +158,34 @@ def page(results: dict[str, Any]) -> str:
         packages = dict.fromkeys(package for entry in measured for package in entry["packages"].split())
         versions = f"\n\nPackages: {', '.join(packages)}." if packages else ""
         parts.append(f"## {table.title}\n\n{table.text.strip()}{versions}\n")
-        head = ["what", *table.columns]
+        rows = {name: results["tables"].get(table.title, {}).get(name) for name in table.rows}
+        cells = {name: entry["cells"] for name, entry in rows.items() if entry is not None}
+        said, columns = [], []
+        for column in table.columns:
+            values = Counter(each[column] for each in cells.values() if column in each)
+            value, count = values.most_common(1)[0]
+            if count < 0.9 * values.total():
+                columns.append(column)
+                continue
+            others = [f"{name}: {each[column]}" for name, each in cells.items() if each.get(column, value) != value]
+            but = f", but {'; '.join(others)}" if others else ""
+            said.append(f"- *{column}*: {value} in all rows{but}.")
+        head = ["what", *columns]
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for name in table.rows:
-            entry = results["tables"].get(table.title, {}).get(name)
-            if entry is not None:
-                lines.append(_line(name, table, entry))
-        parts.append("\n".join(lines) + "\n")
+        lines += [_line(name, columns, each) for name, each in cells.items()]
+        if not columns:
+            lines = [f"{', '.join(cells)}:"]
+        parts.append("\n".join([*lines, "", *said, ""] if said else [*lines, ""]))
     return "\n".join(parts)
 
 
-def _line(name: str, table: Table, entry: dict[str, Any]) -> str:
-    cells = entry["cells"]
+def _line(name: str, columns: list[str], cells: dict[str, str]) -> str:
     if "failed" in cells:
-        values = [f"not measured: {cells['failed']}", *[""] * (len(table.columns) - 1)]
+        values = [f"not measured: {cells['failed']}", *[""] * (len(columns) - 1)]
     else:
-        values = [cells[column] for column in table.columns]
+        values = [cells[column] for column in columns]
+    if values:  # what is measured, where a column has it
+        name = name.removesuffix(f", {values[0].split(' (')[0]}")
     return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in [name, *values]) + " |"
 
 
