@@ -10,6 +10,7 @@ the backward pass finds the same tensors: activation checkpointing, reversible b
 """
 
 import threading
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -70,16 +71,21 @@ class WeightCasts:
         self.dtype = dtype
         self._keeps = dtype is not torch.float32
         self._sums = sums
-        self.kept = kept
+        # Weakly: what a user replaces is freed.
+        self._kept = list(map(weakref.ref, kept))
         self.entered: set[nn.Module] = set()
         self.generation = 0
         self._models = models
-        self._kept_parameters = kept_parameters
+        self._kept_parameters = list(map(weakref.ref, kept_parameters))
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
         self._watched = Watched()
         self._lock = threading.Lock()
         self._thread: int | None = None
+
+    def kept(self) -> set[nn.Module | None]:
+        """Return the modules whose parameters stay float32; None for those that were freed."""
+        return {known() for known in self._kept}
 
     def slots_of(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
         """List the parameters to cast in modules: the module's table of parameters, the name, the parameter."""
@@ -93,7 +99,7 @@ class WeightCasts:
             if tensor is not None
             and tensor.dtype is not self.dtype
             and tensor.dtype in _CAST
-            and not any(tensor is kept for kept in self._kept_parameters)
+            and not any(tensor is known() for known in self._kept_parameters)
         ]
 
     @contextmanager
@@ -337,10 +343,11 @@ class ForwardWeights(OfModule):
     def _modules(self) -> list[nn.Module]:
         """List module and submodules, without those that stay float32; some may have been added since the last call."""
         found: dict[nn.Module, None] = {}
+        kept = self.casts.kept()
         pending: list[nn.Module | None] = [self.module]
         while pending:
             module = pending.pop()
-            if module is not None and module not in found and module not in self.casts.kept:
+            if module is not None and module not in found and module not in kept:
                 found[module] = None
                 pending += module._modules.values()
         return list(found)

@@ -276,8 +276,7 @@ def test_parts_that_are_replaced_are_freed(level: str) -> None:
     list(mpinit.master_params(optimizer))
     model.state_dict()
     tensors: dict[str, torch.Tensor] = {}
-    # With "model" the modules that stay float32 are listed until the session ends.
-    for name in ("last", "batch_norm") if level != "model" else ("last",):
+    for name in ("last", "batch_norm"):
         part: nn.Module = getattr(model, name)
         tensors |= {f"{name}.{key}": each for key, each in [*part.named_parameters(), *part.named_buffers()]}
     of = {name: registry.session_of(model).masters.of(each) for name, each in tensors.items()}
