@@ -115,8 +115,7 @@ class GradScaler(torch.amp.GradScaler):
         # The optimizer's step decides, with all ranks, by what was found here: so it counts, and logs, a skipped step.
         managed = self._live().managed.find(optimizer)
         found = optimizer_state["found_inf_per_device"]
-        gradients = managed.gradients
-        gradients.found_inf, gradients.is_fresh = torch.stack([each.cpu() for each in found.values()]).amax(), True
+        managed.gradients.found_inf = torch.stack([each.cpu() for each in found.values()]).amax()
         skips = managed.skips_step()
         if skips:
             optimizer_state["found_inf_per_device"] = {device: torch.ones_like(each) for device, each in found.items()}

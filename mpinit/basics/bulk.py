@@ -16,7 +16,6 @@ _VERSION_OF: Final = attrgetter("_version")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _DEVICE: Final[Any] = torch.Tensor.get_device
-_FLOAT32: Final = {torch.float32}
 _NO: Final = {False}
 _PLAIN: Final = {torch.Tensor}
 # Elements of a gradient up to which copying it into a flat tensor is cheaper than one more kernel call on a CPU.
@@ -89,20 +88,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return each tensor's version counter."""
     return list(map(_VERSION_OF, tensors))
-
-
-def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Return whether every gradient is present, dense, float32, on this device and of no subclass."""
-    try:
-        are_dense = set(map(_IS_SPARSE, gradients)) == _NO
-    except AttributeError:
-        return False  # one of them is None
-    return (
-        are_dense
-        and set(map(_DTYPE, gradients)) == _FLOAT32
-        and set(map(type, gradients)) == _PLAIN
-        and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
-    )
 
 
 def are_alike(gradients: Sequence[torch.Tensor]) -> bool:

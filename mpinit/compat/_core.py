@@ -41,7 +41,6 @@ def in_all(blocks: Sequence[Any], optimizers: Sequence[Optimizer]) -> Iterator[t
     found = any_of(*(new if new is None or old is None else new * (old == 0) for new, old in pairs))
     for gradients in parts if found is not None else ():
         gradients.found_inf = any_of(gradients.found_inf, found)
-        gradients.is_fresh = True
 
 
 def end_casts(session: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..basics import products
-from ..basics.bulk import are_plain, grads_of, have_grads, set_grads
+from ..basics.bulk import are_alike, grads_of, have_grads, set_grads
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.running import without_gradients
 from ..distributed.sharding import dense_views
@@ -35,10 +35,9 @@ class Gradients:
         weights: the parameters.
         is_scaled: whether a block is open in which they are multiplied by a loss scale.
         is_open: whether a block is open for them, at any scale.
-        were_empty: whether there were none at the beginning of the last block.
+        were_empty: whether there were none at the beginning of the last block that scaled a loss.
         found_inf: whether gradients contained inf or nan in one of the blocks since the last step, as a 0-dimensional
             tensor, above 0 if so; None without a check.
-        is_fresh: whether such a check was made since the last step.
         widens: whether 16-bit gradients of weights with masters become float32 at the end of a block. Those of split
             masters, which are to save memory, do in the step.
     """
@@ -47,9 +46,7 @@ class Gradients:
         self.weights: Sequence[nn.Parameter] = []
         self.is_scaled = self.is_open = self.were_empty = False
         self.found_inf: torch.Tensor | None = None
-        self.is_fresh = False
         self.widens = widens
-        self._mastered: Sequence[nn.Parameter] = []
         self._plain: Sequence[nn.Parameter] = []
         # The weights with masters, in buckets.
         self._buckets: list[Bucket] = []
@@ -59,7 +56,7 @@ class Gradients:
     ) -> None:
         """Set the parameters, those of them with masters, and their full masters (split ones: the weights again)."""
         ids = set(map(id, mastered))
-        self.weights, self._mastered = weights, mastered
+        self.weights = weights
         self._plain = [weight for weight in weights if id(weight) not in ids]
         self._buckets = in_buckets(mastered, masters)
 
@@ -83,10 +80,11 @@ class Gradients:
             Whether they contained inf or nan before the block, 0-dimensional; None without gradients or a scale.
         """
         self.is_open, self.is_scaled = True, scale is not None
-        self.were_empty = not have_grads(self.weights)
-        if self.were_empty:
-            self.consume()
-            return None
+        if scale is not None:
+            self.were_empty = not have_grads(self.weights)
+            if self.were_empty:
+                self.consume()
+                return None
         try:
             if not in_ddp:
                 self.widen()
@@ -113,14 +111,15 @@ class Gradients:
         factor = inverse if self.is_scaled else None
         found = None
         try:
-            others = _present(grads_of(self._plain if self.widens else self.weights))
+            scaled = [] if factor is None else self._plain if self.widens else self.weights
+            others = _present(grads_of(scaled))
             for bucket in self._buckets if self.widens else ():
                 wide, are_new = widened(bucket)
                 if factor is not None and are_new and not others and done is None and _are_on(wide, factor.device):
                     found = any_of(found, _unscale(wide, factor))  # they are plain, as they were made here
                 elif factor is not None:
                     found, others = any_of(found, _multiply([*wide, *others], factor, done)), []
-            if factor is not None and others:
+            if factor is not None:
                 found = any_of(found, _multiply(others, factor, done))
         except BaseException:
             self.drop()
@@ -128,7 +127,7 @@ class Gradients:
         self.is_scaled = self.is_open = False
         if not checks or found is None:
             return None
-        self.found_inf, self.is_fresh = any_of(self.found_inf, found), True
+        self.found_inf = any_of(self.found_inf, found)
         return found
 
     def drop(self) -> None:
@@ -139,7 +138,7 @@ class Gradients:
 
     def _round(self, done: set[int] | None) -> None:
         """Round float32 gradients to the weights' dtype, in which DistributedDataParallel reduces them."""
-        for weight in self._mastered:
+        for weight in [weight for weights, _ in self._buckets for weight in weights]:
             gradient = weight.grad
             if gradient is not None and gradient.dtype is not weight.dtype and weight.grad_dtype is None:
                 rounded = gradient.to(weight.dtype)
@@ -169,7 +168,7 @@ class Gradients:
 
     def consume(self) -> None:
         """Forget the result of the last check, because a step has used it."""
-        self.found_inf, self.is_fresh = None, False
+        self.found_inf = None
 
 
 # -- lists of gradients ------------------------------------------------------------------------------------------------
@@ -286,7 +285,8 @@ def multiply_and_check_(gradients: list[torch.Tensor], factor: torch.Tensor) -> 
     """
     if not gradients:
         return None
-    if are_plain(gradients, factor.device):
+    first = gradients[0]
+    if first.dtype is torch.float32 and first.device == factor.device and are_alike(gradients):
         return _unscale(gradients, factor)
     return any_of(*products.multiply_and_check_(dense_views(gradients), factor))
 

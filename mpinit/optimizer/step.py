@@ -258,7 +258,7 @@ class ManagedOptimizer:
         plan, gradients = self.shared.plan, self.gradients
         if not plan.skips or getattr(self.optimizer, "found_inf", None) is not None:
             return None  # torch.amp.GradScaler passes a fused step what it has found
-        if gradients.is_fresh and not plan.properties.skip_nonfinite:
+        if gradients.found_inf is not None and not plan.properties.skip_nonfinite:
             return gradients.found_inf
         found_inf = gradients.check()
         if found_inf is not None and plan.is_dynamic and not any(scaler.has_scaled for scaler in self.shared.scalers):
