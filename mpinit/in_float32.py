@@ -67,12 +67,16 @@ def float32_weights(owners: Any) -> Iterator[None]:
 def _of_session(session: Session) -> Iterator[None]:
     session.managed.check_idle("mpinit.float32_weights()")
     session.masters.follow_writes()
-    block = Float32Block(session.models, session.casts)
+    masters, casts, models = session.masters, session.casts, session.models
+    block: Float32Block | None = masters.kept_slots
+    # Tensors that are made in inference mode have no version counters.
+    with torch.inference_mode(False):
+        if block is None or not block.is_current(models):
+            block = masters.kept_slots = Float32Block(models, casts)
     _open.append(session)
     try:
-        # Tensors that are made in inference mode have no version counters.
         with torch.inference_mode(False):
-            block.enter()
+            block.enter(casts)
         session.masters.are_in_model = True
         with session.forwards.in_float32():
             yield
@@ -80,6 +84,6 @@ def _of_session(session: Session) -> Iterator[None]:
         _open.remove(session)
         try:
             with torch.inference_mode(False):
-                block.exit()
+                block.exit(models, casts)
         finally:
             session.masters.are_in_model = False

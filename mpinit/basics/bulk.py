@@ -31,7 +31,7 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 
 class Tables:
-    """A record of dicts of modules, such as ``_parameters``, with their keys and values.
+    """A record of dicts of modules, such as ``_parameters``, with their keys and values, and the dtypes of tensors.
 
     It does not refer to the modules.
     """
@@ -40,11 +40,17 @@ class Tables:
         self._attributes = list(map(attrgetter, names))
         self._tables = self._of(modules)
         self._entries = _entries(self._tables)
+        self._tensors = [each for each in self._entries if isinstance(each, torch.Tensor)]
+        self._dtypes = list(map(_DTYPE, self._tensors))
 
     def are_as_seen(self, modules: Sequence[Any]) -> bool:
-        """Return whether these modules still have the same dicts, with the same keys and values in the same order."""
+        """Return whether these modules have the same dicts, with the same keys and values, in the same order, still."""
         tables = self._of(modules)
-        return are_same(tables, self._tables) and are_same(_entries(tables), self._entries)
+        return (
+            are_same(tables, self._tables)
+            and are_same(_entries(tables), self._entries)
+            and list(map(_DTYPE, self._tensors)) == self._dtypes
+        )
 
     def _of(self, modules: Sequence[Any]) -> list[dict[str, Any]]:
         return [table for attribute in self._attributes for table in map(attribute, modules)]

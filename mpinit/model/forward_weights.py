@@ -35,7 +35,6 @@ _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 # Tensors of other dtypes are never cast.
 _CAST: Final = (torch.float32, torch.float16, torch.bfloat16)
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_DTYPE: Final = attrgetter("dtype")
 
 
 class _Cast(NamedTuple):
@@ -126,7 +125,7 @@ class WeightCasts:
         parameters = layout.parameters
         if not (is_eager() and self._keeps):
             return [self._cast_alone(parameter) for parameter in parameters]
-        versions = _versions(parameters)
+        versions = versions_of(parameters)
         seen = [*versions, *map(_REQUIRES_GRAD, parameters)]
         if layout.generation == self.generation and layout.seen == seen:
             return layout.casts
@@ -217,13 +216,10 @@ class _Layout:
         self.seen: list[int] = []
         self.generation = -1
         self._tables = Tables(modules, "_modules", "_parameters")
-        self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
-        self._dtypes = list(map(_DTYPE, self._tensors))
 
     def is_current(self, module: nn.Module) -> bool:
         """Return whether no module or parameter was added, removed or replaced."""
-        is_same = self._tables.are_as_seen([module, *self.below])
-        return is_same and list(map(_DTYPE, self._tensors)) == self._dtypes
+        return self._tables.are_as_seen([module, *self.below])
 
 
 class _ActiveCasts:
@@ -244,14 +240,14 @@ class _ActiveCasts:
             self._flat[module] = {name: module.__dict__[name] for name in _FLAT_WEIGHTS}
             module._init_flat_weights()
         # Now: cudnn has written the casts of RNNs to one buffer, which is no write of the user's.
-        self._versions = _versions(self.casts)
+        self._versions = versions_of(self.casts)
 
     def swap_out(self) -> list[int]:
         """Put the parameters back; return the indices of those whose casts were written to or replaced."""
         written: list[int] = []
         present = [parameters.get(name) for parameters, name in self.slots]
         # No versions: swap_in() has failed, and the casts may be in some places only.
-        now = _versions(self.casts)
+        now = versions_of(self.casts)
         before = self._versions or now
         if now != before or not are_same(present, self.casts):
             written = [
@@ -427,14 +423,6 @@ def refuse_changes_in_forward(what: str) -> None:
     """Refuse a step inside of a forward whose weights are casts: what follows would compute with those of before."""
     if any(active.thread == threading.get_ident() for active in ACTIVE_CASTS[:]):
         raise RuntimeError(_STEP_IN_FORWARD.format(what))
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return version counters of tensors; 0 for inference tensors, which have none."""
-    try:
-        return versions_of(tensors)
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 _IN_ANOTHER_THREAD: Final = (

@@ -88,7 +88,10 @@ def _remove_if_unused() -> None:
 def versions_of(tensors: Iterable[Any]) -> list[int]:
     """Return each tensor's version, which changes with every write that torch counts and every one through ``data``."""
     listed = list(tensors)
-    found = list(map(_VERSION_OF, listed))
+    try:
+        found = list(map(_VERSION_OF, listed))
+    except RuntimeError:  # an inference tensor has no version
+        found = [0 if tensor.is_inference() else tensor._version for tensor in listed]
     for index, tensor in enumerate(listed) if _used else ():
         data = _used.get(id(tensor))
         if data is not None:
