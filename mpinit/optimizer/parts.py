@@ -103,11 +103,12 @@ class Part:
 def in_buckets(weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divide weights into buckets: of one device, limited by the bytes of their float32 numbers.
 
-    Weights of odd sizes are last: compiled functions take neighbours in pairs.
+    Large ones come first, so that the small ones are together, and are copied into one piece. Weights of odd sizes are
+    last: compiled functions take neighbours in pairs.
     """
     buckets: list[list[nn.Parameter]] = []
     room: dict[torch.device, tuple[list[nn.Parameter], int]] = {}
-    for weight in sorted(weights, key=lambda each: shard(each).numel() % 2):
+    for weight in sorted(weights, key=lambda each: (shard(each).numel() % 2, -shard(each).numel())):
         size = 8 * shard(weight).numel()
         bucket, remaining = room.get(weight.device, (None, 0))
         if bucket is None or remaining < size:
