@@ -297,10 +297,10 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
     if plan.masters is MasterWeightsMode.IN_MODEL:
         float32_modules = frozenset([*selection.float32_modules, *selection.computes])
         kept_parameters, sums = selection.float32_parameters, plan.properties.grad_dtype
-        narrow_casts = WeightCasts(writes.models, plan.model_dtype, float32_modules, kept_parameters, sums)
+        narrow_casts = WeightCasts(plan.model_dtype, float32_modules, kept_parameters, sums)
         undos.push(narrow_casts.close)
     elif casts_model and selection.computes:
-        float32_casts = WeightCasts(writes.models, torch.float32, (), ())
+        float32_casts = WeightCasts(torch.float32, (), ())
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
     entry_forwards = {module for module, name in selection.entry_points if name == "forward"}

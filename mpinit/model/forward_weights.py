@@ -47,7 +47,6 @@ class WeightCasts:
     """The casts of a session's parameters, and the modules that have them in the places of the parameters now.
 
     Args:
-        models: the session's models.
         dtype: the 16-bit dtype: a cast is kept until its parameter changes. Or float32, for modules that compute in
             it: each forward makes new ones, also of buffers.
         kept: the modules whose parameters stay float32.
@@ -56,12 +55,11 @@ class WeightCasts:
 
     Attributes:
         entered: the modules that have casts in the places of their parameters now.
-        generation: a number that increases when a cast is replaced.
+        lock: held by the thread that runs a forward of the session's models.
     """
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
         dtype: torch.dtype,
         kept: Collection[nn.Module],
         kept_parameters: Sequence[torch.Tensor],
@@ -73,14 +71,11 @@ class WeightCasts:
         # Weakly: what a user replaces is freed.
         self._kept = list(map(weakref.ref, kept))
         self.entered: set[nn.Module] = set()
-        self.generation = 0
-        self._models = models
+        self.lock = threading.RLock()
         self._kept_parameters = list(map(weakref.ref, kept_parameters))
         # The id of a parameter -> its cast. A cast keeps its parameter alive, by its graph.
         self._casts: dict[int, _Cast] = {}
         self._watched = Watched()
-        self._lock = threading.Lock()
-        self._thread: int | None = None
 
     def kept(self) -> set[nn.Module | None]:
         """Return the modules whose parameters stay float32; None for those that were freed."""
@@ -101,25 +96,6 @@ class WeightCasts:
             and not any(tensor is known() for known in self._kept_parameters)
         ]
 
-    @contextmanager
-    def in_one_thread(self, module: nn.Module) -> Iterator[None]:
-        """Let no other thread run a forward of the session's models inside the block.
-
-        Raises:
-            RuntimeError: another thread runs one.
-        """
-        if self._thread == threading.get_ident():
-            yield
-            return
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(_IN_ANOTHER_THREAD.format(type(module).__name__))
-        try:
-            self._thread = threading.get_ident()
-            yield
-        finally:
-            self._thread = None
-            self._lock.release()
-
     def of(self, layout: "_Layout") -> list[torch.Tensor]:
         """Return the cast of each parameter of a layout; casts of parameters that have changed are made anew."""
         parameters = layout.parameters
@@ -127,7 +103,7 @@ class WeightCasts:
             return [self._cast_alone(parameter) for parameter in parameters]
         versions = versions_of(parameters)
         seen = [*versions, *map(_REQUIRES_GRAD, parameters)]
-        if layout.generation == self.generation and layout.seen == seen:
+        if layout.source is self._casts and layout.seen == seen:
             return layout.casts
         # Casts record a graph although a forward may not: a later one trains with them.
         with torch.inference_mode(False), torch.enable_grad():
@@ -137,7 +113,7 @@ class WeightCasts:
                 self._cast_alone(parameter) if each is None or each.version != version else each.cast
                 for parameter, version, each in zip(parameters, versions, known, strict=True)
             ]
-        layout.casts, layout.seen, layout.generation = casts, seen, self.generation
+        layout.casts, layout.seen, layout.source = casts, seen, self._casts
         return casts
 
     def _renew(self, parameters: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
@@ -153,9 +129,7 @@ class WeightCasts:
         if not stale:
             return
         made = cast_together([parameter for parameter, _ in stale.values()], self.dtype, self._sums)
-        replaced = [self._casts[key].cast for key in stale if key in self._casts]
-        self._watched.discard(replaced)
-        self.generation += bool(replaced)
+        self._watched.discard(self._casts[key].cast for key in stale if key in self._casts)
         for (key, (parameter, version)), cast in zip(stale.items(), made, strict=True):
             cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
             share_attributes(parameter, cast)
@@ -169,30 +143,16 @@ class WeightCasts:
             share_attributes(parameter, cast)
         return cast
 
-    def drop(self, casts: Iterable[torch.Tensor]) -> None:
-        """Drop casts that a forward has written to."""
-        ids = set(map(id, casts))
-        self._keep_only({key for key, each in self._casts.items() if id(each.cast) not in ids})
-        self.generation += 1
-
-    def drop_replaced(self) -> None:
-        """Drop the casts of parameters that the models have no more, with the parameters."""
-        present = {id(parameter) for model in self._models for parameter in model.parameters()}
-        present |= {id(parameter) for active in ACTIVE_CASTS for parameter in active.parameters}
-        # A node of the graph keeps all parameters alive that it has casts of.
-        nodes = {each.cast.grad_fn for key, each in self._casts.items() if key not in present} - {None}
-        self._keep_only({key for key in present & self._casts.keys() if self._casts[key].cast.grad_fn not in nodes})
-        self.generation += bool(nodes)
-
-    def _keep_only(self, ids: set[int]) -> None:
-        gone = {key: each for key, each in self._casts.items() if key not in ids}
-        for key, each in gone.items():
+    def drop(self) -> None:
+        """Drop all casts, with the parameters: the next forward makes new ones."""
+        for each in self._casts.values():
             self._watched.discard([each.parameter, each.cast])
-            del self._casts[key]
+        self._casts.clear()  # layouts have this dict, too
+        self._casts = {}
 
     def close(self) -> None:
         """Drop the casts, and watch the parameters' ``data`` no more."""
-        self._keep_only(set())
+        self.drop()
         self._watched.end()
 
 
@@ -202,8 +162,7 @@ class _Layout:
     It refers to the submodules only, because the module refers to it: a reference back would be a cycle.
 
     Attributes:
-        casts, seen, generation: the casts of the last forward, what was seen of the parameters, and the generation
-            of the session's casts then.
+        casts, seen, source: the casts of the last forward, what was seen of the parameters, and what the casts are of.
     """
 
     def __init__(self, modules: list[nn.Module], weights: WeightCasts) -> None:
@@ -214,7 +173,7 @@ class _Layout:
         self.parameters = [parameter for *_, parameter in found]
         self.casts: list[torch.Tensor] = []
         self.seen: list[int] = []
-        self.generation = -1
+        self.source: object = None
         self._tables = Tables(modules, "_modules", "_parameters")
 
     def is_current(self, module: nn.Module) -> bool:
@@ -294,7 +253,9 @@ class ForwardWeights(OfModule):
                 parameters, which have their values from before.
         """
         module, weights = self.module, self.casts
-        with weights.in_one_thread(module):
+        if not weights.lock.acquire(blocking=False):
+            raise RuntimeError(_IN_ANOTHER_THREAD.format(type(module).__name__))
+        try:
             modules, layout = self._modules_to_enter()
             active = _ActiveCasts(modules, layout, weights.of(layout))
             computed: dict[str, torch.Tensor] = {}
@@ -313,10 +274,12 @@ class ForwardWeights(OfModule):
                 written = active.swap_out()
                 ACTIVE_CASTS[:] = [each for each in ACTIVE_CASTS if each is not active]
                 if written:
-                    weights.drop(active.casts[index] for index in written)
+                    weights.drop()
             if written:
                 name, shape = active.slots[written[0]][1], tuple(active.parameters[written[0]].shape)
                 raise RuntimeError(_WRITTEN.format(name, shape, type(module).__name__))
+        finally:
+            weights.lock.release()
 
     def _modules_to_enter(self) -> tuple[list[nn.Module], _Layout]:
         """Return the modules that no running forward has entered, and their layout."""
@@ -328,8 +291,8 @@ class ForwardWeights(OfModule):
                 raise RuntimeError(fsdp2_refusal(type(managed).__name__))
             layout = self._layout = _Layout(self._modules(), self.casts)
             # torch.func.functional_call replaces parameters for one forward: those come back.
-            if not is_first and all(type(p) is nn.Parameter for p in layout.parameters):
-                self.casts.drop_replaced()
+            if not is_first and not entered and all(type(p) is nn.Parameter for p in layout.parameters):
+                self.casts.drop()
         modules = [module, *layout.below]
         if entered.isdisjoint(modules):
             return modules, layout

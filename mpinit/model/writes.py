@@ -40,7 +40,6 @@ class Writes:
     def __init__(self, masters: Masters) -> None:
         self.entries = WrittenEntries()
         self.buffers = WrittenBuffers()
-        self.models = masters.names.models
         self._masters = masters
         # While one thread applies pending writes, forwards of other threads wait.
         self._lock = threading.RLock()
