@@ -4,13 +4,13 @@ Masters need no place of their own: ``model.state_dict()`` has their float32 bit
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
 from .basics.logs import warn_user
-from .scaling.scaler import LossScaler, check_state
+from .scaling.scaler import check_state
 from .session import Session
 
 _GRAD_SCALER = ("scale", "_growth_tracker")
@@ -35,13 +35,9 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     :meth:`LossScaler.load_state_dict`.
     """
     parts = checked_state(session, state).values()
-    warn_scale_not_restored([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
-
-
-def warn_scale_not_restored(scalers: Sequence[LossScaler]) -> None:
-    """Warn once that dynamic loss scales were not loaded, because losses were not scaled where they were saved."""
-    if scalers:
-        scales = ", ".join(dict.fromkeys(f"{scaler.loss_scale():g}" for scaler in scalers))
+    refused = [scaler for scaler, part in zip(session.scalers, parts, strict=True) if not scaler.load_state_dict(part)]
+    if refused:
+        scales = ", ".join(dict.fromkeys(f"{scaler.loss_scale():g}" for scaler in refused))
         warn_user(
             "the state was saved where losses were not scaled (O0, O3, bfloat16), and its loss scale of 1 was not "
             f"loaded: in float16 small gradients would be 0 with it. The dynamic loss scale stays {scales}"
@@ -52,9 +48,9 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of a session's scalers, in their order, if they can all be loaded."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a mapping such as mpinit.state_dict() returns, not {type(state).__name__}")
-    states = (
-        {"loss_scaler0": from_grad_scaler_state(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
-    )
+    states = dict(state)
+    if all(key in state for key in _GRAD_SCALER):
+        states = {"loss_scaler0": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}}
     expected = [f"loss_scaler{index}" for index in range(len(session.scalers))]
     faults = [f"{key} is missing" for key in expected if key not in states]
     faults += [f"{key!r} is not known here" for key in states if key not in expected]
@@ -71,12 +67,6 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
             f"loaded: {'; '.join(faults)}. {way_out}"
         )
     return {key: states[key] for key in expected}
-
-
-def from_grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state of a ``GradScaler`` into one of a :class:`LossScaler`."""
-    scales = {"scales": state["scales"]} if "scales" in state else {}
-    return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} | scales
 
 
 def scalers_as_rows(session: Session | None, unstepped: Iterable[int] = ()) -> torch.Tensor:
@@ -98,15 +88,8 @@ def scalers_as_rows(session: Session | None, unstepped: Iterable[int] = ()) -> t
     return found
 
 
-def unstepped_of_rows(rows: torch.Tensor) -> list[int]:
-    """Return the indices of the optimizers that had made no step, from rows of :func:`scalers_as_rows`."""
-    flags = rows[0, -1].item() if len(rows) else 0.0
-    marks = int(flags) >> 1 if math.isfinite(flags) else 0
-    return [index for index in range(marks.bit_length()) if marks >> index & 1]
-
-
-def state_of_rows(rows: Any) -> dict[str, Any]:
-    """Convert rows of :func:`scalers_as_rows` into a state for :func:`load_session_state`."""
+def scalers_of_rows(rows: Any) -> tuple[dict[str, Any], list[int]]:
+    """Return what :func:`scalers_as_rows` was given: scalers' states by name, and the optimizers without a step."""
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
         found = f"have the shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"are {rows!r}"
         raise ValueError(
@@ -114,11 +97,13 @@ def state_of_rows(rows: Any) -> dict[str, Any]:
             "loaded. Load what mpinit.state_dict() returned by mpinit.load_state_dict()"
         )
     states: dict[str, Any] = {}
+    marks = 0
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
         counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
         others = counted if scales % 2 else {"scales": False}
         states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | others
-    return states
+        marks = int(scales) >> 1 if math.isfinite(scales) else 0  # every row has the same
+    return states, [index for index in range(marks.bit_length()) if marks >> index & 1]
 
 
 def _whole(number: float) -> int | float:

@@ -24,6 +24,7 @@ from .basics.patching import Undo, UndoStack, for_each
 from .basics.tables import counted
 from .basics.weak_references import weak_call
 from .config.plan import MasterWeightsMode, Plan
+from .distributed.agreement import OPTIMIZERS
 from .distributed.sharding import gather_in, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.minifloat import Minifloat
@@ -38,7 +39,7 @@ from .model.writes import Writes
 from .optimizer.guard import StepGuard
 from .optimizer.members import Members, cast_states, parameters_of, trained_by, widen_states, with_wrapped
 from .optimizer.optimizers import ManagedOptimizers, check_optimizers
-from .optimizer.ranks import OPTIMIZERS, Ranks
+from .optimizer.ranks import Ranks
 from .optimizer.scaled_loss import Losses
 from .optimizer.step import Shared
 from .scaling.scaler import LossScaler

@@ -280,8 +280,8 @@ class TrainState:
         rows = state.get("scalers")
         if rows is None or not self._scalers:
             return parts, None
-        scalers = checkpoint.state_of_rows(rows)
-        for index in checkpoint.unstepped_of_rows(rows):
+        scalers, unstepped = checkpoint.scalers_of_rows(rows)
+        for index in unstepped:
             if index < len(parts):
                 # Optimizers create their state in the first step. Some do not start from the state of a step without
                 # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.

@@ -10,8 +10,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.modules import modules_of
 from ..basics.weak_references import WeakIdSet
-from .agreement import check_same
-from .verdict import Group, device_for, groups_of
+from .agreement import check_at_initialize, check_same
+from .verdict import Group, device_for
 
 # The settings of a rank with initialize(enabled=False).
 _OFF: Final = {"enabled": "False"}
@@ -140,10 +140,7 @@ def compare_disabled(models: Sequence[nn.Module], process_group: Group | None) -
     Raises:
         ValueError: mpinit is enabled on another rank. It is raised on all of them.
     """
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    check_same(_OFF, {}, groups_of(parameters, None))
-    if process_group is not None:
-        check_same(_OFF, {}, [process_group])
+    check_at_initialize(_OFF, [parameter for model in models for parameter in model.parameters()], process_group)
     _DISABLED.update(models)
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_compare_wrapped))
@@ -157,4 +154,4 @@ def forget_disabled(models: Iterable[nn.Module]) -> None:
 
 def _compare_wrapped(wrapper: Any, name: str, module: nn.Module | None) -> None:
     if module is not None and is_ddp(wrapper) and any(part in _DISABLED for part in module.modules()):
-        check_same(_OFF, {}, [wrapper.process_group])
+        check_same(_OFF, [wrapper.process_group])

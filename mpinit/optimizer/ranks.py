@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..basics.modules import modules_of
 from ..basics.patching import UndoStack, undo_when_dropped
 from ..basics.running import current_pass
-from ..distributed.agreement import check_same
+from ..distributed.agreement import check_at_initialize, check_same
 from ..distributed.ddp import Wrappers, forget_disabled, is_ddp, of_first_rank, refuse_training
 from ..distributed.sharding import (
     fsdp1_refusal,
@@ -25,13 +25,9 @@ from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
 from .members import Members
 
-# The key of a setting that ranks compare in addition to the keywords.
-OPTIMIZERS: Final = "the optimizer's class"
 # The names under which DistributedDataParallel and FSDP1 register the model inside them.
 _INSIDE_DDP: Final = "module"
 _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
-# The settings that may differ between the stages of a pipeline.
-_OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
 _UNKNOWN_PROCESSES: Final = (
     "there are {} other processes, and mpinit cannot know whether they train the same model: the model is in no "
@@ -122,10 +118,7 @@ class Ranks:
         forget_disabled(self._members.models)
         if is_distributed():
             parameters = self._members.parameters()
-            check_same(settings, {}, groups_of(parameters, None))
-            if self._process_group is not None:
-                alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
-                check_same(alike, {}, [self._process_group])
+            check_at_initialize(settings, parameters, self._process_group)
             self.groups = groups_of(parameters, self._process_group)
 
     def check_present(self) -> None:
@@ -149,14 +142,11 @@ class Ranks:
     def _share_values(self, module: nn.Module, group: Group) -> None:
         """Compare settings, and send the first rank's float32 values and loss scales to the others."""
         masters, ignored = self._masters, getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        check_same(
-            self._settings,
-            {
-                name: f"{tuple(p.shape)} {p.dtype}{'' if masters.of(p) is None else ' with a float32 master'}"
-                for name, p in module.named_parameters()
-            },
-            [group],
-        )
+        parameters = {
+            name: f"{tuple(p.shape)} {p.dtype}{'' if masters.of(p) is None else ' with a float32 master'}"
+            for name, p in module.named_parameters()
+        }
+        check_same(self._settings, [group], parameters)
         for name, parameter in module.named_parameters():
             master = masters.of(parameter)
             if master is not None and name not in ignored:
@@ -232,7 +222,7 @@ class Ranks:
         if not has_other_processes():
             return
         for wrapper in self._wrappers.take_older():
-            check_same(self._settings, {}, [wrapper.process_group])
+            check_same(self._settings, [wrapper.process_group])
         wrappers, scaler = list(self._wrappers), self._scalers[0]
         if (scaler.is_dynamic or len(self._masters) > 0) and any(each._join_config.enable for each in wrappers):
             raise RuntimeError(_JOINS)
