@@ -1,5 +1,6 @@
 """Base of a session's masters: the float32 numbers of every 16-bit weight that is trained."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
@@ -31,14 +32,12 @@ class Master:
         dtype: the 16-bit dtype that the weight is cast to.
         gradient: the weight's gradient while the weight gets another dtype, so that an interrupted change can be
             repeated.
-        optimizers: how many optimizers have the weight in their groups.
     """
 
     __slots__ = (
         "dtype",
         "gradient",
         "is_sharded",
-        "optimizers",
         "original_dtype",
         "parameter",
         "weight",
@@ -49,7 +48,6 @@ class Master:
         self.parameter = parameter
         self.original_dtype = weight.dtype
         self.dtype = weight.dtype
-        self.optimizers = 0
         self.is_sharded = is_sharded(weight)
         self.gradient: torch.Tensor | None = None
         share_attributes(weight, parameter)  # an optimizer may read them
@@ -82,6 +80,7 @@ class Masters(ABC):
         steps_in_parts: whether a step makes float32 masters of a bucket of weights at a time.
         kept_slots: what ``float32_weights`` keeps from block to block; None after a weight got or lost its master.
         watched: the parameters whose ``data`` is watched for writes.
+        users: the parameters of each optimizer, with the list of their ``masters``; freed with the optimizer.
     """
 
     steps_in_parts: ClassVar[bool]
@@ -92,6 +91,7 @@ class Masters(ABC):
         self.are_in_model = False
         self.kept_slots: Any = None
         self.watched = Watched()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._of: dict[int, Master] = {}
 
     def __iter__(self) -> Iterator[Master]:

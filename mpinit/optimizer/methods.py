@@ -33,7 +33,7 @@ def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
     step.owner, step.managed = owner, managed  # type: ignore[attr-defined]
     # It sets ``optimizer._opt_called`` itself, so LR schedulers, which would read ``step.__func__``, need not wrap it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    undos.push(partial(_end, managed))
+    undos.push(partial(_end, weakref.ref(managed)))
     if managed.shared.states is not None:
         with managed.params.masters_in_groups():
             pass  # the end encodes the state that the optimizer has already
@@ -49,10 +49,12 @@ def patch(managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
     managed.is_patched = True
 
 
-def _end(managed: ManagedOptimizer) -> None:
+def _end(known: weakref.ref[ManagedOptimizer]) -> None:
     """Release the memory of steps, and convert the optimizer's state back to float32, unless it was freed."""
-    managed.is_patched = False
-    if managed.reference() is not None:
+    managed = known()
+    if managed is not None:
+        managed.is_patched = False
+    if managed is not None and managed.reference() is not None:
         managed.params.release()
         for holder in managed.params.groups.holders() if managed.shared.states is not None else ():
             decode([state for state in holder.state.values() if isinstance(state, dict)])

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -81,27 +81,17 @@ class ManagedOptimizers:
             undos: the undos of the call.
             owner: an object that the optimizer's methods keep alive.
         """
-        reference, known = weakref.ref(optimizer), weakref.ref(self)
-        undos.push(partial(_remove, known, reference))
-        weakref.finalize(optimizer, _remove_freed, known).atexit = False
+        undos.push(partial(_remove, weakref.ref(self), weakref.ref(optimizer)))
         managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self.shared)
         managed.params.sync()
-        self.shared.params.append(managed.params)
         for holder in managed.params.groups.holders():
             for weight in managed.params.mastered:
                 widen_state(holder.state.get(weight))
         patch(managed, undos, owner)
 
-    def remove(self, optimizer: Optimizer | None) -> None:
-        """Drop the records of an optimizer, and of optimizers that were freed."""
-        if optimizer is not None:
-            self._managed.pop(optimizer, None)
-        known = {id(managed.params) for managed in self}
-        # One at a time, because an optimizer may be freed at any of these lines, which calls this, too.
-        for params in self.shared.params[:]:
-            if id(params) not in known and _discard(params, self.shared.params):
-                for master in params.masters:
-                    master.optimizers -= 1
+    def remove(self, optimizer: Optimizer) -> None:
+        """Drop the record of an optimizer."""
+        self._managed.pop(optimizer, None)
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 
@@ -114,20 +104,22 @@ class ManagedOptimizers:
     def all_gradients(self, own: Sequence[ManagedOptimizer], with_others: bool) -> list[Gradients]:
         """List the gradients of the optimizers ``own``, and all others that a loss may reach."""
         found = [managed.gradients for managed in own]
-        for params in self.shared.params[:] if with_others else [managed.params for managed in own]:
-            params.sync()
+        # With the optimizers, none of which is freed meanwhile.
+        every = list(self._managed.items()) if with_others else []
+        others = [managed for _, managed in every if managed not in own]
+        for managed in [*own, *others]:
+            managed.params.sync()
         if not with_others:
             return found
-        unowned, generations = self.shared.unowned, tuple([params.generation for params in self.shared.params[:]])
+        unowned, generations = self.shared.unowned, tuple([managed.params.generation for _, managed in every])
         if self._generations != generations:
-            stepped = {id(weight) for params in self.shared.params[:] for weight in params.weights}
+            stepped = {id(weight) for _, managed in every for weight in managed.params.weights}
             weights = [p for p in self.members.parameters() if id(p) not in stepped]
             masters = [master for master in map(self.shared.masters.of, weights) if master is not None]
             mastered = [master.weight for master in masters]
             unowned.set_weights(weights, mastered, mastered)
             self._generations = generations
-        others = [each.gradients for each in self if each not in own] if len(self._managed) > len(own) else []
-        return [*found, *others, *([unowned] if unowned.weights else [])]
+        return [*found, *(managed.gradients for managed in others), *([unowned] if unowned.weights else [])]
 
     def check_idle(self, what: str) -> None:
         """Refuse to do ``what`` during a backward pass or a step, or while weights are float32."""
@@ -139,24 +131,9 @@ class ManagedOptimizers:
 
 
 def _remove(known: weakref.ref[ManagedOptimizers], reference: weakref.ref[Optimizer]) -> None:
-    optimizers = known()
-    if optimizers is not None:
-        optimizers.remove(reference())
-
-
-def _discard(item: object, items: list[Any]) -> bool:
-    """Remove an item from a list, and return whether it was there."""
-    try:
-        items.remove(item)
-    except ValueError:
-        return False
-    return True
-
-
-def _remove_freed(known: weakref.ref[ManagedOptimizers]) -> None:
-    optimizers = known()
-    if optimizers is not None:
-        optimizers.remove(None)
+    optimizers, optimizer = known(), reference()
+    if optimizers is not None and optimizer is not None:
+        optimizers.remove(optimizer)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:

@@ -1,10 +1,11 @@
 """The parameters of one optimizer: weights between steps, and masters while the optimizer's own code runs."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from .members import widen_state
 from .parts import Part, in_buckets
 from .per_parameter import StepNumbers, is_known, steps_per_parameter
 
+_generations: Final = itertools.count(1)
+
 
 class OptimizerParams:
     """The parameters in the groups of an optimizer, and of the optimizers that it wraps, each once.
@@ -39,7 +42,7 @@ class OptimizerParams:
         gradients: the weights' gradients.
         groups: the groups.
         joined: the parameters that the groups have got since the last block.
-        generation: a number that increases whenever the groups are read.
+        generation: a number of its own for each time that groups are read, of any optimizer; 0 before the first.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters, plan: Plan, states: EncodedStates | None) -> None:
@@ -51,6 +54,7 @@ class OptimizerParams:
         self.masters: list[Master] = []
         self.joined: list[nn.Parameter] = []
         self.generation = 0
+        masters.users.add(self)
         self._kind = plan.masters
         self._states = states
         # A step of one of torch's classes touches no gradients. Another may also be known to update each parameter by
@@ -91,10 +95,6 @@ class OptimizerParams:
         known = set(map(id, self.weights))
         self.joined += [weight for weight in weights if id(weight) not in known]
         before, now = self.masters, [master for master in found if master is not None]
-        for master in now:
-            master.optimizers += 1
-        for master in before:
-            master.optimizers -= 1
         self.weights[:], self.mastered[:], self.masters = weights, [master.weight for master in now], now
         is_full = self._kind is MasterWeightsMode.FULL
         self.gradients.set_weights(
@@ -106,12 +106,14 @@ class OptimizerParams:
             for weight, master in zip(weights, found, strict=True)
             if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
-        unused = [master for master in before if master.optimizers == 0]
+        # A master goes with its weight, when that is in no optimizer and in no model any more.
+        used = {id(master) for user in self.table.users for master in user.masters} if before else set()
+        unused = [master for master in before if id(master) not in used]
         in_models = {id(p) for model in self.table.names.models for p in model.parameters()} if unused else ()
         for master in unused:
             if id(master.weight) not in in_models:
                 self.table.discard(master)
-        self.generation += 1
+        self.generation = next(_generations)
 
     def _replace_by(self, masters: Sequence[Master], others: Sequence[tuple[nn.Parameter, nn.Parameter]] = ()) -> None:
         pairs = [(master.weight, master.parameter) for master in masters]

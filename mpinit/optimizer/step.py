@@ -66,8 +66,6 @@ class Shared:
     Attributes:
         states: the encoding of optimizer states between steps; None: they are float32.
         scalers: the session's loss scalers.
-        params: the parameters of each optimizer. The list loses an optimizer's at the line at which that is freed,
-            which may be in a loop over it. So loops go over a copy, ``params[:]``.
         unowned: the gradients of the models' parameters that no optimizer has.
     """
 
@@ -77,7 +75,6 @@ class Shared:
     ranks: Ranks
     states: EncodedStates | None
     scalers: list[LossScaler]
-    params: list[OptimizerParams] = field(default_factory=list)
     unowned: Gradients = field(default_factory=lambda: Gradients(widens=True))
 
 
