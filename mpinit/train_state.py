@@ -79,9 +79,9 @@ class TrainState:
         """Return the present state.
 
         As in torch, tensors that are float32 in the model or optimizer are not copied: copy those that later steps must
-        not change. For an optimizer without a step, the state has what torch's ``get_state_dict`` makes by a step with
-        gradients and learning rates of 0, and a mark, with which a loaded optimizer starts as without a state. The
-        optimizer itself has no state afterwards. If tensors are sharded, every rank has to call this. With
+        not change. For an optimizer without a step, the state has what a step with gradients and learning rates of 0
+        makes, and a mark, with which a loaded optimizer starts as without a state. The optimizer itself has no state
+        afterwards. If tensors are sharded, every rank has to call this. With
         DistributedDataParallel one rank is enough.
 
         Returns:
@@ -358,13 +358,14 @@ def _load(
         groups, present = _of_rank0([groups, present])
     numbered: dict[int, Any] = {}
     for index, (name, weight) in enumerate(zip(names, weights, strict=True)):
-        if name not in present:
-            continue
         entries = loaded.get(name, {})
-        if from_rank0:  # one weight after another: the whole state may not fit into a process's memory
-            (entries,) = _of_rank0([{key: _on_cpu(value) for key, value in entries.items()}])
         if ignores_frozen and not weight.requires_grad:
             entries = own["state"].get(name, {})
+        elif from_rank0 and name in present:
+            # One weight after another: the whole state may not fit into a process's memory.
+            (entries,) = _of_rank0([{key: _on_cpu(value) for key, value in entries.items()}])
+        if not entries:
+            continue
         likes = own["state"].get(name, {})
         numbered[index] = {key: _sharded_as(value, likes.get(key, weight)) for key, value in entries.items()}
     first = 0

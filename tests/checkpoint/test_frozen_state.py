@@ -62,3 +62,17 @@ def test_frozen_weights_are_ignored_where_that_is_asked() -> None:
     options = StateDictOptions(ignore_frozen_params=True)
     mpinit.TrainState(again, its, options=options).load_state_dict(state)
     assert not its.state.get(again[0].weight)
+
+
+def test_frozen_weights_that_are_ignored_keep_their_state() -> None:
+    model, optimizer = made("O5")
+    train(model, optimizer, DATA[:1])
+    state = copy.deepcopy(mpinit.TrainState(model, optimizer).state_dict())
+    del state["optim"]["state"]["0.weight"]
+    train(model, optimizer, DATA[1:2])
+    before = optimizer.state[model[0].weight]["exp_avg"].clone()
+    model[0].weight.requires_grad_(False)
+    options = StateDictOptions(ignore_frozen_params=True)
+    mpinit.TrainState(model, optimizer, options=options).load_state_dict(state)
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], before)
+    assert optimizer.state[model[0].bias]["step"] == 1
