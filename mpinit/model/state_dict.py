@@ -71,10 +71,10 @@ class Float32State:
             hooks.pop(self.key, None)
 
     def add_hooks(self, tree: nn.Module) -> None:
-        """Hook a module and its submodules, unless they are hooked already."""
-        self._hook(modules_of(tree))
+        """Hook a module and its submodules, unless they are hooked already, and let their copies be plain."""
+        copies.set_methods(self._hook(modules_of(tree)), self._copies, refuses_conversion=False)
 
-    def _hook(self, modules: Iterable[nn.Module]) -> None:
+    def _hook(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         # Straight into the dicts: torch's methods make a handle for each hook, which needs many times as long.
         key = self.key
         export, after_load = _as_hook(self.export), _as_hook(self.after_load)
@@ -88,7 +88,7 @@ class Float32State:
                 hooks.move_to_end(key, last=False)
             module._load_state_dict_pre_hooks[key] = _BeforeLoad(module, self)
             module._load_state_dict_post_hooks[key] = after_load
-        copies.set_methods(added, self._copies, refuses_conversion=False)
+        return added
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Replace a module's own 16-bit entries by float32 copies, after its ``state_dict()``."""
