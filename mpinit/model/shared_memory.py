@@ -12,58 +12,36 @@ from ..distributed.sharding import local
 
 
 def check_memory(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Refuse to cast parameters that are a part of larger memory, or have gradients that are.
+    """Refuse to cast tensors that share memory with others, and parameters, or their gradients, in larger memory.
 
-    Weights of RNNs lie in one tensor, which is made anew after the cast.
+    Weights of RNNs lie in one tensor, which is made anew after the cast. Buffers that are different parts of one memory
+    are cast: a write to the one changes no number of the other.
     """
     gathered = {id(w) for module in index.names if isinstance(module, nn.RNNBase) for w in module.parameters()}
-    seen: dict[int, torch.Tensor] = {}
-    for parameter, dtype in targets.items():
-        # Without calls for each tensor: models have thousands.
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
-            continue
-        if gathered and id(parameter) in gathered:
-            continue
-        memory = parameter.untyped_storage()
-        other: torch.Tensor = parameter
-        count = parameter.numel()
-        if count:
-            other = seen.setdefault(memory.data_ptr(), parameter)
-        if dtype == parameter.dtype and other is parameter:
-            continue
-        gradient = parameter.grad
-        if other is not parameter:
-            fault = f"shares memory with {_name_of(other, index)!r}", _TIE
-        elif memory.nbytes() > count * parameter.element_size():
-            fault = "is a part of larger memory", _PART
-        elif gradient is not None and _is_part(gradient):
-            fault = "has a gradient that is a part of larger memory", _GRADIENT
-        else:
-            continue
-        raise ValueError(_SHARED.format(_name_of(parameter, index), *fault))
-    if index.buffers:
-        _check_buffers(index, targets)
-
-
-def _check_buffers(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Refuse to cast buffers whose memory overlaps that of another buffer or of a parameter.
-
-    Buffers that are different parts of one memory are cast: a write to the one changes no number of the other.
-    """
-    buffers = dict.fromkeys(tensor for _, tensor in index.buffers if tensor.is_floating_point())
-    if all(targets.get(buffer, buffer.dtype) == buffer.dtype for buffer in buffers):
-        return
+    cast = {id(tensor) for tensor, dtype in targets.items() if tensor.dtype != dtype}
+    tensors: dict[int, tuple[torch.Tensor, bool]] = {id(each): (each, False) for _, each in index.parameters}
+    tensors |= {id(buffer): (buffer, True) for _, buffer in index.buffers if buffer.is_floating_point()}
     seen: dict[int, list[torch.Tensor]] = {}
-    for tensor in dict.fromkeys(tensor for _, tensor in (*index.parameters, *((None, buffer) for buffer in buffers))):
+    # Without calls for each tensor: models have thousands.
+    for key, (tensor, is_buffer) in tensors.items():
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             continue
-        others = seen.setdefault(tensor.untyped_storage().data_ptr(), []) if tensor.numel() else []
-        for other in others:
-            is_cast = any(targets.get(each, each.dtype) != each.dtype for each in (tensor, other))
-            if tensor in buffers and is_cast and _overlap(tensor, other):
+        memory, count = tensor.untyped_storage(), tensor.numel()
+        others = seen.setdefault(memory.data_ptr(), []) if count else []
+        for other in others if key not in gathered else ():
+            if (key in cast or id(other) in cast) and (not is_buffer or _overlap(tensor, other)):
                 names = _name_of(tensor, index), _name_of(other, index)
-                raise ValueError(_SHARED.format(names[0], f"shares memory with {names[1]!r}", _VIEW.format(*names)))
+                way = _VIEW.format(*names) if is_buffer else _TIE
+                raise ValueError(_SHARED.format(names[0], f"shares memory with {names[1]!r}", way))
         others.append(tensor)
+        if key not in cast or is_buffer or key in gathered:
+            continue
+        gradient = tensor.grad
+        if memory.nbytes() > count * tensor.element_size():
+            raise ValueError(_SHARED.format(_name_of(tensor, index), "is a part of larger memory", _PART))
+        if gradient is not None and _is_part(gradient):
+            fault = "has a gradient that is a part of larger memory", _GRADIENT
+            raise ValueError(_SHARED.format(_name_of(tensor, index), *fault))
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
