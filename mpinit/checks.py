@@ -133,8 +133,7 @@ def check(
     _check_belonging(index, optimizers, awaits)
     if plan.cast_model and plan.model_dtype is torch.float16:
         warn_about_small_eps(index, selection.float32_modules)
-    casts_functions = plan.function_dtype if props.patch_torch_functions else None
-    if (plan.model_dtype if plan.cast_model else casts_functions) is torch.bfloat16:
+    if (plan.model_dtype if plan.cast_model else plan.function_dtype) is torch.bfloat16:
         warn_about_states(index, {*selection.float32_modules, *selection.computes}, plan.cast_model)
     if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):
         warn_user(

@@ -66,7 +66,7 @@ class Installation:
         token = object()
         with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
-            kind = plan.cast_policy if plan.properties.patch_torch_functions else _SUMS_ONLY
+            kind = _SUMS_ONLY if plan.function_dtype is None else plan.cast_policy
             is_first = kind not in self._sessions.values()
             self._sessions[token] = kind
             self._refresh()
@@ -251,7 +251,8 @@ def apply(plan: Plan, owner: object = None) -> Undo:
 
     try:
         INSTALLATION.add(plan, undos)
-        if plan.properties.patch_torch_functions is True:
+        # At "model" only forwards switch casts on.
+        if plan.function_dtype is not None and plan.properties.patch_torch_functions != "model":
             undos.push(end)
             thread.begin(session, plan.function_dtype)
         at_once = functools.partial(thread.end, session)

@@ -70,12 +70,11 @@ class Plan:
         properties: the properties themselves.
         cast_model: whether parameters, buffers and inputs are cast at all.
         model_dtype: the dtype that they are cast to (float32 where they are not).
-        cast_outputs: whether floating outputs are cast.
-        output_dtype: the dtype that outputs are cast to.
+        output_dtype: the dtype that floating outputs are cast to; None: they are not cast.
         keeps: the rule by which modules stay float32; without entries where no weight is 16-bit.
         keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one True is enough.
         computes: the rule by which modules compute in float32, whatever their weights are stored in.
-        function_dtype: the 16-bit dtype that patched torch functions run in.
+        function_dtype: the 16-bit dtype that patched torch functions run in; None: no functions are patched.
         cast_policy: the functions that O1 casts: those of torch.autocast, or those of apex.
         masters: how float32 masters are kept.
         loss_scale: the number that losses are multiplied by, or the rule by which it moves.
@@ -84,12 +83,11 @@ class Plan:
     properties: Properties
     cast_model: bool
     model_dtype: torch.dtype
-    cast_outputs: bool
-    output_dtype: torch.dtype
+    output_dtype: torch.dtype | None
     keeps: KeepRule
     keep_inputs: tuple[KeepInputPredicate, ...]
     computes: KeepRule
-    function_dtype: torch.dtype
+    function_dtype: torch.dtype | None
     cast_policy: CastPolicy
     masters: MasterWeightsMode
     loss_scale: LossScale
@@ -119,17 +117,16 @@ def make_plan(props: Properties, cast_policy: CastPolicy = "torch") -> Plan:
     """Resolve Properties into a Plan."""
     casts_weights = props.casts_to_16_bit and not props.patch_torch_functions
     batchnorm: tuple[KeptModules, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()
-    changes_outputs = props.cast_model_outputs is not None or props.patch_torch_functions == "model"
+    casts_outputs = props.cast_model_type is not None or props.patch_torch_functions == "model"
     return Plan(
         properties=props,
         cast_model=props.cast_model_type is not None,
         model_dtype=props.cast_model_type or torch.float32,
-        cast_outputs=props.cast_model_type is not None or changes_outputs,
-        output_dtype=props.cast_model_outputs or torch.float32,
+        output_dtype=props.cast_model_outputs or (torch.float32 if casts_outputs else None),
         keeps=KeepRule((*props.keep_fp32, *batchnorm) if casts_weights else ()),
         keep_inputs=tuple([partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs]),
         computes=KeepRule(props.compute_fp32 if props.lower_precision_type is not None else ()),
-        function_dtype=props.patch_torch_functions_type or torch.float16,
+        function_dtype=props.patch_torch_functions_type if props.patch_torch_functions else None,
         cast_policy=cast_policy,
         masters=MasterWeightsMode(props.master_weights or None) if casts_weights else MasterWeightsMode.NONE,
         loss_scale=props.scaling(),

@@ -282,10 +282,9 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         The boundary of the modules that are cast.
     """
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
-    casts = ForwardCasts(plan.function_dtype if plan.properties.patch_torch_functions else None, casts_model)
-    output_dtype = plan.output_dtype if plan.cast_outputs else None
+    casts = ForwardCasts(plan.function_dtype, casts_model)
     kept, cast, computing = (
-        Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
+        Boundary(dtype, plan.cast_model, plan.output_dtype, casts, plan.keep_inputs)
         for dtype in (torch.float32, plan.model_dtype, torch.float32)
     )
     computing.cast_inputs, computing.casts, computing.computes = True, NO_CASTS, True
