@@ -89,22 +89,17 @@ class SplitMasters(Masters):
         return SplitMaster(weight)
 
     def _cast(self, masters: Sequence[Master]) -> None:
-        pending: list[tuple[SplitMaster, torch.Tensor]] = []
-        room = _PIECE
         for master in masters:
             assert isinstance(master, SplitMaster)
             incoming = shard(master.weight)
             if incoming.dtype == torch.bfloat16:
                 master.remainder = torch.zeros_like(incoming, dtype=torch.int16)
                 continue
-            size = incoming.numel()
-            if pending and (size > room or incoming.device != pending[0][1].device):
-                _split_together(pending)
-                pending, room = [], _PIECE
-            pending.append((master, incoming))
-            room -= size
-        if pending:
-            _split_together(pending)
+            weight, remainder = (torch.empty_like(incoming, dtype=kind) for kind in (torch.bfloat16, torch.int16))
+            _split(incoming, weight, remainder)
+            # The weight is changed last, so that an interruption before leaves it as it was.
+            master.remainder = remainder
+            set_data(master.weight, sharded_as(weight, master.weight))
 
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
@@ -296,25 +291,6 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
         values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
     for piece, half, lower in zip(*map(_pieces, (flat(values), flat(weight), flat(remainder))), strict=True):
         split(piece.clone(), half, lower)
-
-
-def _split_together(members: Sequence[tuple[SplitMaster, torch.Tensor]]) -> None:
-    """Cast float32 weights on one device, given their local parts: one large one, or some small ones."""
-    narrow = [torch.empty_like(incoming, dtype=torch.bfloat16) for _, incoming in members]
-    remainders = [torch.empty_like(incoming, dtype=torch.int16) for _, incoming in members]
-    if len(members) == 1:
-        _split(members[0][1], narrow[0], remainders[0])
-    else:
-        sizes = [incoming.numel() for _, incoming in members]
-        values = torch.cat([flat(incoming) for _, incoming in members])
-        halves, lower = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
-        split(values, halves, lower)
-        torch._foreach_copy_(list(map(flat, remainders)), list(lower.split_with_sizes(sizes)))
-        torch._foreach_copy_(list(map(flat, narrow)), list(halves.split_with_sizes(sizes)))
-    # The weights are changed last, so that an interruption before leaves them as they were.
-    for (master, _), weight, remainder in zip(members, narrow, remainders, strict=True):
-        master.remainder = remainder
-        set_data(master.weight, sharded_as(weight, master.weight))
 
 
 def _check_dense(weight: torch.Tensor) -> None:
