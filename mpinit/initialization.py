@@ -176,7 +176,7 @@ def start(
             session.apply(selection, optimizer_list, failed)
             registry.add(session)
             if selection.has_16_bit:
-                save_in_float32(session, model_list)
+                save_in_float32(session)
             session.begin()
         except BaseException:
             failed.unwind()

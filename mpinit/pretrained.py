@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from .basics.weak_references import OfModule
 from .session import Session
 
 
-def save_in_float32(session: Session, models: Sequence[Any]) -> None:
+def save_in_float32(session: Session) -> None:
     """Let models write float32: torch's state dict is, but their own method writes a config that names 16 bits."""
-    for part in [part for model in models for part in with_configs(model)]:
+    for part in [part for model in session.models for part in with_configs(model)]:
         session.patch(part, "save_pretrained", SavePretrained(part, torch.float32))
 
 
