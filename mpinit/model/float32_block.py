@@ -16,7 +16,7 @@ from torch import nn
 
 from ..basics.bulk import Tables, are_same, data_ptrs
 from ..basics.modules import modules_of, share_attributes
-from ..distributed.sharding import local, set_data
+from ..distributed.sharding import local, set_all_local_data, set_data, sharded_as
 from ..masters.full import FullMaster, FullMasters
 from ..torch_internals.parameter_data import TENSOR_DATA, versions_of
 from .casting import Casts
@@ -116,7 +116,7 @@ class Float32Block:
             values = casts.values_of(tensor)
             # Memory of its own: the values of a buffer may be the user's tensor.
             values = (tensor if values is None else values).detach().to(torch.float32, copy=True)
-            TENSOR_DATA.__set__(wide, values)
+            set_data(wide, values)
         require_grad = list(map(_REQUIRES_GRAD, self._tensors))
         if require_grad != self._require_grad:
             self._require_grad = require_grad
@@ -165,7 +165,7 @@ class Float32Block:
             self._batch.write()
         for tensor, wide in self._others():
             _round(replaced.get(id(wide), wide), tensor, casts)
-            TENSOR_DATA.__set__(wide, torch.empty(0, dtype=wide.dtype, device=wide.device))
+            set_all_local_data([wide], [torch.empty(0, dtype=wide.dtype, device=wide.device)], are_sharded=True)
         _rebuild_rnns(self._rnns)
         if faults:
             casts.masters.kept_slots = None
@@ -206,8 +206,8 @@ class Float32Block:
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Make an empty float32 tensor for the place of a 16-bit one: a parameter for a parameter."""
-    empty = torch.empty(0, dtype=torch.float32, device=tensor.device)
+    """Make an empty float32 tensor for the place of a 16-bit one: a parameter for a parameter, a shard for a shard."""
+    empty = sharded_as(torch.empty(0, dtype=torch.float32, device=tensor.device), tensor)
     empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     share_attributes(tensor, empty)
     return empty
