@@ -187,7 +187,7 @@ def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(dtype)
     values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
     # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
-    return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
+    return values.clamp(-largest, largest).add_(values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
 
 
 def caller_dtype(

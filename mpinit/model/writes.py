@@ -22,6 +22,7 @@ from ..basics.modules import dotted
 from ..distributed.ddp import note_running_wrapper
 from ..distributed.sharding import is_distributed, is_sharded
 from ..masters.masters import Masters
+from ..torch_internals.parameter_data import versions_of
 
 _WRITTEN: Final = (
     "{} of a state dict that model.state_dict() returned {} written to, and not loaded. Entries are float32 copies, so "
@@ -135,7 +136,7 @@ class WrittenBuffers:
             buffers = [(place, self._present(*place[:2])) for place in self._places]
             present = [(place, buffer) for place, buffer in buffers if buffer is not None]
             self._places = [place for place, _ in present]
-            self._before = [(buffer, _version(buffer), buffer.detach().clone()) for _, buffer in present]
+            self._before = [(buffer, versions_of([buffer])[0], buffer.detach().clone()) for _, buffer in present]
 
     def before_step(self) -> None:
         """Warn once, before the first two steps, of the buffers that were written to or replaced since the beginning.
@@ -175,15 +176,11 @@ def _entry(module: nn.Module | None, name: str) -> str:
     return path if path and not trains else name
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _was_written(now: torch.Tensor | None, before: torch.Tensor, version: int, numbers: torch.Tensor) -> bool:
     if now is None or not is_lower_precision(now.dtype) or now.device != numbers.device:
         return False
     # DistributedDataParallel writes to all buffers in every forward: there only numbers show what the model writes.
-    if (now is not before or _version(now) != version) and not is_distributed():
+    if (now is not before or versions_of([now])[0] != version) and not is_distributed():
         return True
     # Writes through .data move no version.
     return not torch.equal(now.nan_to_num(), numbers.nan_to_num())
