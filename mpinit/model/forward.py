@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -83,6 +83,8 @@ class PatchedForward(OfModule):
         "weights",
     )
 
+    _is_direct: ClassVar[bool] = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -110,7 +112,7 @@ class PatchedForward(OfModule):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def direct_dtype(self) -> torch.dtype | None:
         """Return the dtype of the forwards inside of which calls go straight to the class's forward; None: of none."""
-        return None
+        return self.boundary.inner_dtype if self._is_direct else None
 
     @property
     def run(self) -> types.MethodType:
@@ -218,9 +220,7 @@ class _DirectPart(PatchedForward):
 
     __slots__ = ()
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def direct_dtype(self) -> torch.dtype | None:
-        return self.boundary.inner_dtype
+    _is_direct = True
 
 
 def _without_casts(module: nn.Module, name: str, inner: Callable[..., Any] | None) -> PatchedForward:
