@@ -1,9 +1,8 @@
 """The arithmetic of split masters and encoded states: torch's operations, or one compiled function where users ask."""
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
@@ -83,7 +82,7 @@ def compiled_for(device: torch.device, samples: Sequence[Sample]) -> dict[tuple[
         with torch.no_grad():
             function(*eager)
             try:
-                compiled = _compiled(function) if sample.pairs is None else _on_pairs(_compiled(sample.pairs), function)
+                compiled = _compiled(function, own) if sample.pairs is None else _on_pairs(sample.pairs, function, own)
                 compiled(*own)
             except Exception as error:
                 said = str(error).strip().splitlines() or [""]
@@ -94,22 +93,46 @@ def compiled_for(device: torch.device, samples: Sequence[Sample]) -> dict[tuple[
     return made
 
 
-def _compiled(function: Any) -> Function:
-    # A code object of its own: torch counts recompilations of a code object, over all devices and sessions.
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+def _compiled(function: Function, arguments: Sequence[torch.Tensor]) -> Function:
+    """Compile a function for arguments of these dtypes and dimensions, of any sizes that are equal where these are.
+
+    What ``torch.compile`` returns looks at its arguments, and at the state of the process, for 100 us in each call, a
+    third of what a bucket of split masters takes. So inductor's own function is called here.
+    """
+    from torch._inductor import compile as compile_graph  # here, because importing it takes seconds
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(function, tracing_mode="symbolic")(*arguments)
+    placeholders = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     # Without this option inductor leaves out roundings to 16 bits, and on a GPU fuses products with sums.
-    return torch.compile(own, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+    compiled: Function = compile_graph(traced, placeholders, options={"emulate_precision_casts": True})
 
-
-def _on_pairs(compiled: Function, function: Function) -> Function:
-    def run(*arguments: torch.Tensor) -> None:
-        # Weights of odd sizes are last in their bucket, and few.
-        if any(each.numel() % 2 or each.storage_offset() % 2 for each in arguments):
-            function(*arguments)
+    def run(*tensors: torch.Tensor) -> None:
+        # Code for sizes as symbols is right from 2 rows on, and on a GPU up to indices of 32 bits. No tensor is larger
+        # than the first.
+        if tensors[0].size(0) < 2 or tensors[0].numel() >= 2**31:
+            function(*tensors)
         else:
-            compiled(*(each.view(_PAIRS[each.element_size()]) for each in arguments))
+            compiled(*tensors)
 
     return run
+
+
+def _on_pairs(pairs: Function, function: Function, arguments: Sequence[torch.Tensor]) -> Function:
+    compiled = _compiled(pairs, _as_pairs(arguments))
+
+    def run(*tensors: torch.Tensor) -> None:
+        # Weights of odd sizes are last in their bucket, and few.
+        if any(each.numel() % 2 or each.storage_offset() % 2 for each in tensors):
+            function(*tensors)
+        else:
+            compiled(*_as_pairs(tensors))
+
+    return run
+
+
+def _as_pairs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.view(_PAIRS[each.element_size()]) for each in tensors]
 
 
 def _have_same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:

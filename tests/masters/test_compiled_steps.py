@@ -94,7 +94,7 @@ def test_without_a_compiler_there_is_an_error_by_name(way: str) -> None:
 def test_other_results_of_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpinit.masters import arithmetic
 
-    def wrong(function: Any) -> Any:
+    def wrong(function: Any, _: Any) -> Any:
         def run(*tensors: torch.Tensor) -> None:
             function(*tensors)
             tensors[-1][-1] += 1
