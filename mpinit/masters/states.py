@@ -5,23 +5,37 @@ fail anywhere.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
-from ..basics.running import is_faster_in_chunks
+from ..basics.running import without_gradients
 from ..distributed.sharding import is_sharded, shard, sharded_as
 from .arithmetic import EAGER, Arithmetic
 from .codecs.codec import Codec, tensor_rows
-from .codecs.encoded import EncodedState, decode_together, encoded_part, rows_of, with_numbers, write_together
+from .codecs.encoded import EncodedState, Together, encoded_part, with_numbers
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
 SMALLEST: Final = 4096
-# How many numbers of several states are decoded or encoded together, which needs some copies of them.
+# How many numbers of several states are decoded or encoded together, in float32 memory that all of them share.
 _TOGETHER: Final = 1 << 22
 
 _States = Sequence[dict[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was decoded.
+
+    Attributes:
+        codes: the codes, by (id of the dict of states, key).
+        groups: what was decoded together; the numbers of a group are encoded where they are.
+    """
+
+    codes: dict[tuple[int, Any], EncodedState] = field(default_factory=dict)
+    groups: Sequence[Together] = ()
 
 
 class EncodedStates:
@@ -37,20 +51,18 @@ class EncodedStates:
         self.run = Arithmetic()
         self._tensors: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
-    def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
-        """Decode several states; return codes by (id of the state, key): :meth:`encode` reuses their memory."""
+    def decode(self, states: _States) -> Decoded:
+        """Decode several states; :meth:`encode` reuses the memory of the codes."""
         return decode(states, self.run)
 
-    def encode(
-        self,
-        members: Sequence[tuple[torch.Tensor, dict[Any, Any]]],
-        codes: dict[tuple[int, Any], EncodedState],
-    ) -> None:
+    @without_gradients
+    def encode(self, members: Sequence[tuple[torch.Tensor, dict[Any, Any]]], decoded: Decoded) -> None:
         """Replace float32 tensors by codes; not those of sparse gradients, of which a step uses little."""
+        # The codes of each float32 tensor, which may be several entries, by its id.
         made: dict[int, EncodedState] = {}
-        used: set[int] = set()
-        # States that are encoded together, by id, and the entries that they replace afterwards.
-        together: dict[int, tuple[EncodedState, torch.Tensor]] = {}
+        # The float32 numbers of codes, by their ids.
+        numbers: dict[int, torch.Tensor] = {}
+        new: list[EncodedState] = []
         entries: list[tuple[dict[Any, Any], Any, Any]] = []
         for parameter, state in members:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -58,39 +70,28 @@ class EncodedStates:
             for key, value in state.items():
                 if not _is_encodable(value, parameter):
                     continue
-                encoded = made.get(id(value))
-                if encoded is None:
-                    part, encoded = shard(value), codes.get((id(state), key))
+                if id(value) not in made:
+                    part, encoded = shard(value), decoded.codes.get((id(state), key))
                     # Two entries may have been one.
-                    if encoded is None or id(encoded) in used or encoded.stride() != part.stride():
-                        encoded = EncodedState.of(part, self.codec, self.run)
-                    elif not is_faster_in_chunks(encoded.device):
-                        together[id(encoded)] = encoded, part
-                    else:
-                        encoded.write(part, self.run)
-                    used.add(id(encoded))
-                    made[id(value)] = encoded
-                if id(encoded) in together:
-                    entries.append((state, key, value))
-                else:
-                    state[key] = sharded_as(encoded, value)
-        self._write(list(together.values()))
+                    if encoded is None or id(encoded) in numbers or encoded.stride() != part.stride():
+                        encoded = EncodedState.like(part, self.codec)
+                        new.append(encoded)
+                    made[id(value)], numbers[id(encoded)] = encoded, part
+                entries.append((state, key, value))
+        for group in (*decoded.groups, *map(Together, _divided(new))):
+            for own, part in zip(group.states, group.parts, strict=True):
+                value = numbers.get(id(own), part)
+                if value.data_ptr() != part.data_ptr():
+                    part.copy_(value)
+            kind = group.rows, group.values.device
+            if kind not in self._tensors:
+                self._tensors[kind] = tensor_rows(*kind)
+            group.encode(self._tensors[kind], self.run)
         for state, key, value in entries:
             state[key] = sharded_as(made[id(value)], value)
 
-    def _write(self, written: Sequence[tuple[EncodedState, torch.Tensor]]) -> None:
-        for indices in _groups([state for state, _ in written]):
-            states, values = [written[index][0] for index in indices], [written[index][1] for index in indices]
-            if len(states) == 1:
-                states[0].write(values[0], self.run)
-                continue
-            kind = rows_of(states), states[0].device
-            if kind not in self._tensors:
-                self._tensors[kind] = tensor_rows(*kind)
-            write_together(states, values, self._tensors[kind], self.run)
 
-
-def decode(states: _States, run: Arithmetic = EAGER) -> dict[tuple[int, Any], EncodedState]:
+def decode(states: _States, run: Arithmetic = EAGER) -> Decoded:
     """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
     codes = {
         (id(state), key): encoded
@@ -99,11 +100,8 @@ def decode(states: _States, run: Arithmetic = EAGER) -> dict[tuple[int, Any], En
         if (encoded := encoded_part(value)) is not None
     }
     distinct = list({id(each): each for each in codes.values()}.values())
-    numbers: dict[int, torch.Tensor] = {}
-    for indices in _groups(distinct):
-        group = [distinct[index] for index in indices]
-        values = decode_together(group, run) if len(group) > 1 else [each.decoded(run) for each in group]
-        numbers.update(zip(map(id, group), values, strict=True))
+    groups = [Together(each).decode(run) for each in _divided(distinct)]
+    numbers = {id(own): part for group in groups for own, part in zip(group.states, group.parts, strict=True)}
     wrapped: dict[int, Any] = {}
     for state in states:
         for key, value in state.items():
@@ -112,25 +110,21 @@ def decode(states: _States, run: Arithmetic = EAGER) -> dict[tuple[int, Any], En
                 if known not in wrapped:
                     wrapped[known] = sharded_as(numbers[known], value)
                 state[key] = wrapped[known]
-    return codes
+    return Decoded(codes, groups)
 
 
-def _groups(states: Sequence[EncodedState]) -> list[list[int]]:
-    """Return the indices of the states of each group that is decoded or encoded together, all by the first's codec."""
-    groups: list[list[int]] = []
-    last: dict[torch.device, tuple[list[int], int]] = {}
-    for index, state in enumerate(states):
-        size = state.numel()
-        group, count = last.get(state.device, ([], _TOGETHER))
-        # Others are alone: on a CPU, where operations start fast, of another codec, empty, or without numbers.
-        if is_faster_in_chunks(state.device) or state.codec.name != states[0].codec.name or not size or state.is_meta:
-            groups.append([index])
-        elif count + size > _TOGETHER:
-            groups.append([index])
-            last[state.device] = groups[-1], size
-        else:
-            group.append(index)
-            last[state.device] = group, count + size
+def _divided(states: Sequence[EncodedState]) -> list[list[EncodedState]]:
+    """Divide states into groups that are decoded or encoded together: of one codec and device, limited by size."""
+    groups: list[list[EncodedState]] = []
+    room: dict[tuple[str, torch.device], int] = {}
+    last: dict[tuple[str, torch.device], list[EncodedState]] = {}
+    for state in states:
+        kind, size = (state.codec.name, state.device), state.numel()
+        if size > room.get(kind, -1):
+            groups.append([])
+            last[kind], room[kind] = groups[-1], _TOGETHER
+        last[kind].append(state)
+        room[kind] -= size
     return groups
 
 

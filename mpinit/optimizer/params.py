@@ -16,7 +16,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
 from ..config.plan import MasterWeightsMode, Plan
 from ..masters.masters import Master, Masters
-from ..masters.states import EncodedStates, states_of
+from ..masters.states import Decoded, EncodedStates, states_of
 from ..model.casting import convert
 from .gradients import Gradients
 from .groups import Groups
@@ -69,7 +69,7 @@ class OptimizerParams:
         self._parts: tuple[int, list[Part]] = -1, []
         self._opened: Sequence[Part] = ()
         self._decoded: list[nn.Parameter] = []
-        self._codes: Any = {}
+        self._codes = Decoded()
 
     @property
     def is_open(self) -> bool:
@@ -241,7 +241,7 @@ class OptimizerParams:
     def _encode(self) -> None:
         assert self._states is not None
         stepped, codes = self._decoded, self._codes
-        self._decoded, self._codes = [], {}
+        self._decoded, self._codes = [], Decoded()
         self._states.encode(self._states_of(stepped), codes)
 
     def _states_of(self, parameters: Sequence[Any]) -> list[tuple[Any, dict[Any, Any]]]:

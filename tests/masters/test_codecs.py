@@ -15,26 +15,20 @@ from hypothesis import strategies as st
 from session_device import device, placed
 
 from mpinit.masters.codecs.bfloat16 import BFloat16
-from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, tensor_rows
-from mpinit.masters.codecs.encoded import EncodedState, decode_together, rows_of, write_together
+from mpinit.masters.codecs.codec import BLOCK, Codec, tensor_rows
+from mpinit.masters.codecs.encoded import EncodedState, Together
 from mpinit.masters.codecs.minifloat import Minifloat
 
 CODECS = [BFloat16(), Minifloat()]
-CPU = torch.device("cpu")
 each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: str(codec.name))
 
 
-def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    rows = in_rows(values)
-    codes = codec.empty(len(rows), CPU)
-    codec.encode_(rows, codes)
-    return codes
+def encoded(codec: Codec, values: torch.Tensor) -> list[torch.Tensor]:
+    return EncodedState.of(values, codec).codes
 
 
 def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    back = torch.empty(-(-len(values) // BLOCK), BLOCK)
-    codec.decode_(encoded(codec, values), back)
-    return back.view(-1)[: len(values)]
+    return EncodedState.of(values, codec).decoded()
 
 
 def some(kind: str, count: int = 70_001) -> torch.Tensor:
@@ -167,11 +161,11 @@ def test_states_written_together_have_the_codes_of_each_alone(codec: Codec) -> N
     values = some_values()
     for state, each_values in zip(alone, values, strict=True):
         state.write(each_values)
-    rows = rows_of(together)
-    assert len(set(rows)) > 4
-    write_together(together, values, tensor_rows(rows, device()))
-    numbers = decode_together(together)
-    for ours, theirs, found in zip(together, alone, numbers, strict=True):
+    group = Together(together)
+    assert len(set(group.rows)) > 4
+    torch._foreach_copy_(group.parts, values)
+    group.encode(tensor_rows(group.rows, device()))
+    for ours, theirs, found in zip(together, alone, Together(together).decode().parts, strict=True):
         for our_codes, their_codes in zip(ours.codes, theirs.codes, strict=True):
             assert torch.equal(our_codes.view(torch.uint8), their_codes.view(torch.uint8))
         assert found.stride() == theirs.stride()

@@ -45,21 +45,31 @@ class Codec(ABC):
             tensors: the result of :func:`tensor_rows`; None for a single tensor. Default None.
             run: calls functions of tensors. Default: as torch's operations.
         """
-        numbers, groups = _numbers_and_groups(values, tensors)
-        places = torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
-        for rows in _chunks(values, run):
-            noise = _noise_of_rows(values[rows].view(torch.int32), numbers[rows], groups[rows])
-            self._encode(values[rows], tuple(code[rows] for code in codes), noise, places, run)
+        chunks = list(_chunks(values, run))
+        parts = [(values[rows], tuple(code[rows] for code in codes)) for rows in chunks]
+        measured = [self._measure(*part, run) for part in parts]
+        noise = _noise_of_rows(torch.cat([sums for sums, *_ in measured]), tensors)
+        for part, (_, *known), rows in zip(parts, measured, chunks, strict=True):
+            self._round(*part, noise[rows], known, run)
 
-    @abstractmethod
-    def _encode(
-        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Arithmetic
-    ) -> None:
-        """Write the codes of some rows; the noise of a number is that of its row (rows, 1) times its place (BLOCK)."""
-
-    @abstractmethod
     def decode_(self, codes: Codes, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
         """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
+        for rows in _chunks(values, run):
+            self._decode(tuple(code[rows] for code in codes), values[rows], run)
+
+    @abstractmethod
+    def _measure(self, values: torch.Tensor, codes: Codes, run: Arithmetic) -> Sequence[torch.Tensor]:
+        """Compute the result of :func:`low_sums` for some rows, and what else :meth:`_round` needs to know of them."""
+
+    @abstractmethod
+    def _round(
+        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, known: Sequence[torch.Tensor], run: Arithmetic
+    ) -> None:
+        """Write the codes of some rows; the noise of a number is that of its row, (rows, 1), times its place."""
+
+    @abstractmethod
+    def _decode(self, codes: Codes, values: torch.Tensor, run: Arithmetic) -> None:
+        """Write the numbers of some rows."""
 
     @abstractmethod
     def samples(self) -> list[Sample]:
@@ -76,65 +86,55 @@ def _chunks(values: torch.Tensor, run: Arithmetic) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def in_rows(values: torch.Tensor) -> torch.Tensor:
-    """View a one-dimensional float32 tensor as whole rows; where its size is no multiple, a copy padded with zeros."""
-    missing = -values.numel() % BLOCK
-    if missing:
-        values = torch.cat([values, values.new_zeros(missing)])
-    return values.view(-1, BLOCK)
+# Noise: whole numbers, evenly distributed over the lower 20 bits, computed from the places of numbers and a sum over
+# their tensor. So no random generator is used, and a resumed run has the same noise. If one number has changed, all
+# others have other noise, so that no number stays the same for ever.
 
-
-# Noise: whole numbers, evenly distributed over the lower 20 bits, computed from the numbers themselves, their places
-# and a sum over their neighbours. So no random generator is used, and a resumed run has the same noise. If one number
-# has changed, its neighbours have other noise, so that no number stays the same for ever.
-
-# Number of rows that share noise. If all numbers of a single row stayed the same once, they would stay for ever.
-_NEIGHBOURS: Final = 32
 # Odd numbers without a pattern in their bits.
 _ROW: Final = 0x85EBCA6B - 2**32
 _STIR: Final = 0x27D4EB2F
 
 
+def low_sums(bits: torch.Tensor) -> torch.Tensor:
+    """Sum the lower halves of each row's numbers, (rows, 1).
+
+    These sums of whole numbers are below 2**24, so float32 has them exactly, in any order. A compiler for CPUs makes
+    slow sums of others.
+    """
+    return (bits & 0xFFFF).to(torch.float32).sum(1, keepdim=True)
+
+
 def tensor_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Compute row offsets and noise groups of several concatenated tensors, each of which has one of these row counts.
+    """List the last row of each of several concatenated tensors, the number of its rows, and a start of its noise.
 
-    Copies them to the device, which is a device sync.
+    Copies these to the device, which is a device sync.
     """
-    groups = [max(count // _NEIGHBOURS, 1) for count in rows]
     ends = list(accumulate(rows))
-    # For each tensor: the row after its last, its first row, its first group, the number of its groups without one.
-    lines = [ends, [0, *ends[:-1]], [0, *accumulate(groups[:-1])], [count - 1 for count in groups]]
-    return torch.tensor(lines, dtype=torch.int32, device=device)
+    begins = [-(end - count) * _ROW for end, count in zip(ends, rows, strict=True)]
+    return torch.tensor([[end - 1 for end in ends], rows, begins], device=device)
 
 
-def _numbers_and_groups(values: torch.Tensor, tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a number for each row, and the number of its group, each (rows, 1).
-
-    A group is 32 rows; the last group also has the remaining rows. If the values are those of several tensors, numbers
-    and groups begin anew with each: ``tensors`` is then made by :func:`tensor_rows`.
-    """
-    numbers = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
-    if tensors is None:
-        groups = (numbers // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
-        return numbers * _ROW, groups
-    ends, *others = tensors
-    which = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-    first, group, last = (line[which] for line in others)
-    numbers = numbers - first
-    return numbers * _ROW, torch.minimum(numbers // _NEIGHBOURS, last).add_(group)
-
-
-def _noise_of_rows(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Compute the noise of rows, (rows, 1), from float32 numbers viewed as int32; there are whole groups of rows.
+def _noise_of_rows(sums: torch.Tensor, tensors: torch.Tensor | None) -> torch.Tensor:
+    """Compute the noise of rows, (rows, 1), from the sums of each.
 
     The noise of an element is its place times a number of its row. So equal numbers in a row have different noise, and
-    do not end in a fixed pattern.
+    do not end in a fixed pattern. Each tensor has the noise that it would have alone.
     """
-    # Integer sums wrap around, so they do not depend on the order.
-    sums = bits.sum(1, dtype=torch.int32)
-    within = (groups - groups[0]).view(-1)
-    shared = torch.zeros_like(sums).index_add_(0, within, sums)[within].view(-1, 1)
-    return shared.add_(numbers).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
+    if tensors is None:
+        seeds = sums.sum(dtype=torch.int64)
+    else:
+        last, counts, begins = tensors
+        totals = sums.view(-1).cumsum(0, dtype=torch.int64)[last]
+        of_tensors = totals.diff(prepend=totals.new_zeros(1)).add_(begins)
+        seeds = torch.repeat_interleave(of_tensors, counts, output_size=len(sums))
+    rows = torch.arange(len(sums), device=sums.device)
+    noise = rows.mul_(_ROW).add_(seeds).to(torch.int32).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
+    return noise.view(-1, 1)
+
+
+def places(device: torch.device) -> torch.Tensor:
+    """List the places of a row's numbers."""
+    return torch.arange(1, BLOCK + 1, dtype=torch.int32, device=device)
 
 
 def sample_numbers() -> torch.Tensor:
@@ -152,4 +152,4 @@ def sample_numbers() -> torch.Tensor:
 def sample_noise() -> tuple[torch.Tensor, torch.Tensor]:
     """Make the noise of the rows of :func:`sample_numbers`, and the numbers of places."""
     noise = torch.arange(64, dtype=torch.int32, device="cpu").view(-1, 1) * _STIR
-    return noise, torch.arange(1, BLOCK + 1, dtype=torch.int32, device="cpu")
+    return noise, places(noise.device)

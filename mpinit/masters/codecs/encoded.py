@@ -6,11 +6,10 @@ from typing import Any, Final, final
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ...basics.bulk import flat
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
 from ..arithmetic import EAGER, Arithmetic
-from .codec import BLOCK, Codec, Codes, in_rows
+from .codec import BLOCK, Codec, Codes
 
 # The number of the meaning of pickled codes.
 _FORMAT: Final = 2
@@ -56,29 +55,36 @@ class EncodedState(_WithoutMemory):
 
     Every torch operation runs on the decoded float32 numbers. An in-place operation encodes the result. A view of it is
     a :class:`ReadOnlyView`.
+
+    Attributes:
+        codec: the encoding.
+        codes: the codes, in a list that all detached tensors of the same numbers have.
     """
 
     codec: Codec
-    codes: Codes
+    codes: list[torch.Tensor]
 
     @staticmethod
-    def __new__(cls, codec: Codec, codes: Codes, like: torch.Tensor) -> "EncodedState":
+    def __new__(cls, codec: Codec, codes: list[torch.Tensor], like: torch.Tensor) -> "EncodedState":
         make: Callable[..., EncodedState] = torch.Tensor._make_wrapper_subclass
         self = make(cls, like.size(), strides=like.stride(), dtype=torch.float32, device=codes[0].device)
         self.codec, self.codes = codec, codes
         return self
 
-    def __init__(self, codec: Codec, codes: Codes, like: torch.Tensor) -> None:
+    def __init__(self, codec: Codec, codes: list[torch.Tensor], like: torch.Tensor) -> None:
         """Do nothing: ``__new__`` has set the attributes."""
 
     @classmethod
-    def of(cls, values: torch.Tensor, codec: Codec, run: Arithmetic = EAGER) -> "EncodedState":
+    def like(cls, values: torch.Tensor, codec: Codec) -> "EncodedState":
+        """Allocate the codes of a tensor of the shape and device of ``values``, and of its strides if it is dense."""
+        dense = torch.empty_like(values, device="meta")
+        return cls(codec, list(codec.empty(-(-values.numel() // BLOCK), values.device)), dense)
+
+    @classmethod
+    def of(cls, values: torch.Tensor, codec: Codec) -> "EncodedState":
         """Encode float32 ``values``."""
-        dense = values.detach()
-        if torch.empty_like(dense, device="meta").stride() != dense.stride():
-            dense = dense.contiguous()
-        encoded = cls(codec, codec.empty(-(-dense.numel() // BLOCK), dense.device), dense)
-        encoded._encode(dense, run)
+        encoded = cls.like(values, codec)
+        encoded.write(values)
         return encoded
 
     @property
@@ -100,25 +106,15 @@ class EncodedState(_WithoutMemory):
             )
         self.write(with_numbers(values))
 
-    def decoded(self, run: Arithmetic = EAGER) -> torch.Tensor:
-        values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)
-        self.codec.decode_(self.codes, values, run)
-        return self.shaped(values)
+    def decoded(self) -> torch.Tensor:
+        return Together([self]).decode().parts[0]
 
-    def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """View rows of decoded numbers in the shape and strides of this tensor."""
-        return values.as_strided(self.size(), self.stride(), values.storage_offset())
-
-    def write(self, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
+    def write(self, values: torch.Tensor) -> None:
         """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
-        dense = values.detach()
-        if dense.stride() != self.stride() or dense.dtype != torch.float32:
-            dense = torch.empty_strided(self.size(), self.stride(), device=self.device).copy_(dense)
+        alone = Together([self])
+        alone.parts[0].copy_(values.detach())
         with InterruptsDelayed():
-            self._encode(dense, run)
-
-    def _encode(self, dense: torch.Tensor, run: Arithmetic) -> None:
-        self.codec.encode_(in_rows(flat(dense)), self.codes, run=run)
+            alone.encode()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -160,40 +156,63 @@ class EncodedState(_WithoutMemory):
         return _rebuilt, (self.codec, codes, tuple(self.size()), self.stride(), _FORMAT)
 
 
-def decode_together(states: Sequence[EncodedState], run: Arithmetic = EAGER) -> list[torch.Tensor]:
-    """Return the numbers of several states of one codec and device, in as many operations as those of one."""
-    rows = rows_of(states)
-    codes = tuple(map(torch.cat, zip(*(state.codes for state in states), strict=True)))
-    values = torch.empty(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
-    states[0].codec.decode_(codes, values, run)
-    return [state.shaped(part) for state, part in zip(states, values.split_with_sizes(rows), strict=True)]
+@final
+class Together:
+    """States of one codec and device that are decoded or encoded together, and float32 memory for their numbers.
 
-
-def rows_of(states: Sequence[EncodedState]) -> tuple[int, ...]:
-    """Return the number of rows of each state."""
-    return tuple(len(state.codes[0]) for state in states)
-
-
-def write_together(
-    states: Sequence[EncodedState], values: Sequence[torch.Tensor], tensors: torch.Tensor, run: Arithmetic = EAGER
-) -> None:
-    """Encode other numbers of several states of one codec and device.
-
-    Args:
-        values: the numbers of each state, in float32 and of its strides.
-        tensors: the result of :func:`codec.tensor_rows` for the states' rows.
+    Attributes:
+        states: the states.
+        rows: the number of rows of each.
+        values: float32 rows for all of them; what no state has is 0.
+        parts: each state's numbers, of its shape and strides, in these rows.
     """
-    rows = rows_of(states)
-    together = torch.zeros(sum(rows), BLOCK, dtype=torch.float32, device=states[0].device)
-    flats = [flat(each.detach()) for each in values]
-    parts = [part.view(-1)[: each.numel()] for part, each in zip(together.split_with_sizes(rows), flats, strict=True)]
-    torch._foreach_copy_(parts, flats)
-    codec = states[0].codec
-    made = codec.empty(sum(rows), together.device)
-    codec.encode_(together, made, tensors, run)
-    with InterruptsDelayed():
-        for own, new in zip(zip(*(state.codes for state in states), strict=True), made, strict=True):
-            torch._foreach_copy_(list(own), list(new.split_with_sizes(rows)))
+
+    def __init__(self, states: Sequence[EncodedState]) -> None:
+        self.states = states
+        self.rows = tuple(state.codes[0].size(0) for state in states)
+        self._codes = _in_one(states, self.rows)
+        self.values = torch.empty(sum(self.rows), BLOCK, dtype=torch.float32, device=states[0].device)
+        flats = [part.view(-1) for part in self.values.split_with_sizes(self.rows)]
+        ends = [part[state.numel() :] for part, state in zip(flats, states, strict=True) if state.numel() % BLOCK]
+        if ends:
+            torch._foreach_zero_(ends)
+        self.parts = [part.as_strided(s.size(), s.stride()) for part, s in zip(flats, states, strict=True)]
+
+    def decode(self, run: Arithmetic = EAGER) -> "Together":
+        """Write the states' numbers into :attr:`values`, and return this object."""
+        self.states[0].codec.decode_(self._codes, self.values, run)
+        return self
+
+    def encode(self, tensors: torch.Tensor | None = None, run: Arithmetic = EAGER) -> None:
+        """Write the codes of the numbers in :attr:`values`.
+
+        Args:
+            tensors: the result of :func:`.codec.tensor_rows`; None for a single state. Default None.
+            run: calls functions of tensors. Default: as torch's operations.
+        """
+        self.states[0].codec.encode_(self.values, self._codes, tensors, run)
+
+
+def _in_one(states: Sequence[EncodedState], rows: Sequence[int]) -> Codes:
+    """Return the codes of several states in as many tensors as one has, of which theirs are parts from now on."""
+    if len(states) == 1:
+        return tuple(states[0].codes)
+    whole = []
+    for kind, parts in enumerate(zip(*(state.codes for state in states), strict=True)):
+        first = parts[0]
+        memory, end = first.untyped_storage().data_ptr(), first.data_ptr()
+        follow = not first.is_meta
+        for part in parts:
+            follow = follow and part.data_ptr() == end and part.untyped_storage().data_ptr() == memory
+            end += part.nbytes
+        if follow:
+            together = first.as_strided((sum(rows), first.size(1)), first.stride())
+        else:
+            together = torch.cat(parts)
+            for state, own in zip(states, together.split_with_sizes(rows), strict=True):
+                state.codes[kind] = own
+        whole.append(together)
+    return tuple(whole)
 
 
 def encoded_part(value: Any) -> EncodedState | None:
@@ -216,7 +235,7 @@ def _rebuilt(
             f"these optimizer states were pickled as int8 codes of format {version}, and this mpinit reads format "
             f"{_FORMAT}: save optimizer.state_dict() with the mpinit that pickled them, which is float32 and loads here"
         )
-    return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta")).decoded()
+    return EncodedState(codec, list(codes), torch.empty_strided(size, strides, device="meta")).decoded()
 
 
 @final

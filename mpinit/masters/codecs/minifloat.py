@@ -11,12 +11,13 @@ Numbers are rounded stochastically, see :mod:`.bfloat16`: noise is added to the 
 a float32 number is a linear function of its bits, so this is right on average.
 """
 
+from collections.abc import Sequence
 from typing import Final, final
 
 import torch
 
 from ..arithmetic import EAGER, Arithmetic, Sample
-from .codec import BLOCK, Codec, Codes, sample_noise, sample_numbers
+from .codec import BLOCK, Codec, Codes, low_sums, places, sample_noise, sample_numbers
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
 _LEAST: Final = 2
@@ -24,6 +25,7 @@ _LEAST_BITS: Final = 0x40000000
 # Bits that are cut off; the largest number over its scale, of blocks without a sign and of those with one.
 _CUT_OFF: Final = 20
 _LARGEST: Final = (15.0 * 2**29, 15.0 * 2**13 - _LEAST)
+_MAGNITUDE: Final = 0x7FFFFFFF
 _TINY: Final = torch.finfo(torch.float32).tiny
 # The last four of a scale's 24 bits are 0. So encoding the decoded numbers again computes the same scale.
 _SHORT: Final = 16
@@ -57,75 +59,85 @@ class Minifloat(Codec):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def _encode(
-        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, places: torch.Tensor, run: Arithmetic
-    ) -> None:
-        whole, scales = codes
-        inverses, ends = torch.empty_like(scales), torch.empty(len(scales), 2, dtype=torch.int32, device=scales.device)
-        bits = values.view(torch.int32)  # faster than a view inside of a compiled function
-        run(_measure, values, bits, scales, inverses, ends)
-        run(_round, values, bits, inverses, ends, noise, places, whole)
+    def _measure(self, values: torch.Tensor, codes: Codes, run: Arithmetic) -> Sequence[torch.Tensor]:
+        sums, inverses = torch.empty_like(codes[1]), torch.empty_like(codes[1])
+        least, filled = (torch.empty_like(codes[1], dtype=torch.int32) for _ in range(2))
+        run(_measure, values.view(torch.int32), codes[1], sums, inverses, least, filled)
+        return sums, inverses, least, filled
 
-    def decode_(self, codes: Codes, values: torch.Tensor, run: Arithmetic = EAGER) -> None:
+    def _round(
+        self, values: torch.Tensor, codes: Codes, noise: torch.Tensor, known: Sequence[torch.Tensor], run: Arithmetic
+    ) -> None:
+        run(_round, values, values.view(torch.int32), *known, noise, places(noise.device), codes[0])
+
+    def _decode(self, codes: Codes, values: torch.Tensor, run: Arithmetic) -> None:
         run(_decode, *codes, values)
 
     def samples(self) -> list[Sample]:
-        values, (noise, places) = sample_numbers(), sample_noise()
-        bits = values.view(torch.int32)
-        codes, scales = self.empty(len(values), values.device)
-        inverses, ends = torch.empty_like(scales), torch.empty(len(values), 2, dtype=torch.int32, device="cpu")
-        _measure(values, bits, scales, inverses, ends)
-        _round(values, bits, inverses, ends, noise, places, codes)
+        values, noise = sample_numbers(), sample_noise()
+        bits, codes = values.view(torch.int32), self.empty(len(values), values.device)
+        sums, *known = self._measure(values, codes, EAGER)
+        self._round(values, codes, noise[0], known, EAGER)
         return [
-            Sample(_measure, [values, bits, scales, inverses, ends], [2, 3, 4]),
-            Sample(_round, [values, bits, inverses, ends, noise, places, torch.empty_like(codes)], [6]),
-            Sample(_decode, [codes, scales, torch.empty_like(values)], [2]),
+            Sample(_measure, [bits, codes[1], sums, *known], [1, 2, 3, 4, 5]),
+            Sample(_round, [values, bits, *known, *noise, torch.empty_like(codes[0])], [7]),
+            Sample(_decode, [*codes, torch.empty_like(values)], [2]),
         ]
 
 
-# Two functions, because a compiler would compute what is the same for a row again for every few numbers of it.
+# Two functions, because a compiler would compute what is the same for a row again for every few numbers of it. And with
+# the bits as an argument of their own, as a compiler makes slow code of a change of type.
 
 
 def _measure(
-    values: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor, ends: torch.Tensor
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor,
+    inverses: torch.Tensor,
+    least: torch.Tensor,
+    filled: torch.Tensor,
 ) -> None:
-    """Find each block's scale, its inverse, and the least code of a number above 0 with the bits set in each code."""
-    # Compare the bits, so that -0.0 is negative; and as floating-point numbers: compilers have slow maxima of others.
-    unsigned = (bits < 0).to(torch.float32).amax(1, keepdim=True) == 0
-    without_sign, with_sign = (values.new_full((), each) for each in _LARGEST)
+    """Find each block's scale, its inverse, the least code of a number above 0, and the bits set in each code."""
+    assert bits.size(1) == BLOCK  # which a compiler takes for a constant, and makes faster code
+    # From the bits, so that -0.0 is negative; and as floating-point numbers: compilers have slow sums of others.
+    unsigned = (bits >> 31).to(torch.float32).sum(1, keepdim=True) == 0
+    without_sign, with_sign = (scales.new_full((), each) for each in _LARGEST)
     largest = torch.where(unsigned, without_sign, with_sign)
-    exact = (values.abs().amax(1, keepdim=True) / largest).clamp_(min=_TINY)
+    exact = ((bits & _MAGNITUDE).view(torch.float32).amax(1, keepdim=True) / largest).clamp_(min=_TINY)
     short = (exact.view(torch.int32) + _SHORT // 2).bitwise_and_(-_SHORT).view(torch.float32)
     finite = exact.isfinite()
     scale = torch.where(finite, short, exact)
     scales.copy_(torch.where(unsigned, -scale, scale))
+    sums.copy_(low_sums(bits))
     inverses.copy_(scale.reciprocal())
-    ends.copy_(torch.cat([unsigned.to(torch.int32), finite.logical_not().to(torch.int32) * 255], 1))
+    least.copy_(unsigned)
+    filled.copy_(finite.logical_not().to(torch.int32) * 255)
 
 
 def _round(
     values: torch.Tensor,
     bits: torch.Tensor,
     inverses: torch.Tensor,
-    ends: torch.Tensor,
+    least: torch.Tensor,
+    filled: torch.Tensor,
     noise: torch.Tensor,
     places: torch.Tensor,
     codes: torch.Tensor,
 ) -> None:
     """Round numbers over their scale."""
-    size = values.abs()
+    assert values.size(1) == BLOCK
     # In place where it can be: fresh memory costs more than what is done in it.
-    whole = (size * inverses).add_(_LEAST).view(torch.int32)
+    whole = (values.abs() * inverses).add_(_LEAST).view(torch.int32)
     random = (places * noise).bitwise_and_(_KEPT).bitwise_or_(_MARGIN)
     whole.add_(random).bitwise_right_shift_(_CUT_OFF)
     # A negative number has 255 - n, and a -0.0 a code of its own: without it a block might lose its sign.
     whole.bitwise_xor_(bits >> 31).bitwise_and_(255)
-    least = torch.minimum(size.view(torch.int32), ends[:, :1])
-    codes.copy_(torch.maximum(whole, least).bitwise_or_(ends[:, 1:]))
+    codes.copy_(torch.maximum(whole, torch.minimum(bits & _MAGNITUDE, least)).bitwise_or_(filled))
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     """Put the bits that were cut off back as zeros, and scale."""
+    assert values.size(1) == BLOCK
     whole = values.view(torch.int32).copy_(codes)
     # All bits are 1 where the number is negative: shifting left by 24 puts a code's first bit, its sign, in front.
     sign = torch.bitwise_left_shift(whole, torch.where(torch.signbit(scales), 0, 24).to(torch.int32))
