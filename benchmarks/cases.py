@@ -311,7 +311,7 @@ def workloads(quick: bool = False) -> dict[str, Workload]:
     for kind, extras in _LOOPS.items():
         found[f"loops_{kind}"] = Workload(kind, _loop(extras), partial(Iterations, size=launch))
     compiled = partial(Iterations, size={"layers": 3, "width": 256, "norms": False}, compiled=True)
-    names = ("amp_bf16", "amp_bf16_again", "o4", "o5", "split")
+    names = ("amp_bf16", "amp_bf16_again", "hand_bf16", "o4", "o5", "split")
     found["compiled"] = Workload("compiled", names, compiled)
     found["initialize"] = Workload("initialize", (*Initialize.LEVELS,), partial(Initialize, modules=modules), turns=4)
     found["import"] = Workload("import", ("mpinit", "mpinit_again"), Import, turns=1, only="cpu")

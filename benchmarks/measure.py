@@ -63,7 +63,12 @@ def measure(name: str, workload: Workload, device: str, rounds: int, turns: int)
     Returns:
         The figures: for each way, for each round, the seconds of its turns; and its facts.
     """
-    import torch._dynamo  # before the forks: torch's optimizers import it, which takes a second of each process
+    # Before the forks: importing these takes seconds of each process that compiles or makes an optimizer. A pool of
+    # processes for compilations would not survive a fork.
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    import torch._inductor.compile_fx
 
     context = get_context(workload.start)
     seconds: dict[str, list[list[float]]] = {way: [] for way in workload.names}

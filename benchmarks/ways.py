@@ -258,24 +258,29 @@ Make = Callable[..., Float32]
 
 @dataclass(frozen=True)
 class Way:
-    """A way by its title in tables, and the way written by hand and with torch.amp that it is compared with."""
+    """A way by its title in tables, and the way written by hand and with torch.amp that it is compared with.
+
+    Attributes:
+        is_ours: whether it is mpinit.
+    """
 
     title: str
     make: Make
     by_hand: str = ""
     amp: str = ""
+    is_ours: bool = False
 
 
 def _ours(title: str, suffix: str, **keywords: Any) -> Way:
     by_hand = "" if keywords["opt_level"] in ("O0", "O1", "O4") else f"hand_{suffix}"
-    return Way(title, partial(Mpinit, **keywords), by_hand, f"amp_{suffix}")
+    return Way(title, partial(Mpinit, **keywords), by_hand, f"amp_{suffix}", is_ours=True)
 
 
 WAYS: Final[Mapping[str, Way]] = {
     "fp32": Way("float32", Float32),
     "amp_bf16": Way("torch.amp, bfloat16", partial(TorchAmp, dtype=BF16)),
     "amp_bf16_again": Way("torch.amp, bfloat16, again", partial(TorchAmp, dtype=BF16)),
-    "hand_bf16": Way("by hand, bfloat16", partial(ByHand, dtype=BF16)),
+    "hand_bf16": Way("by hand, bfloat16", partial(ByHand, dtype=BF16), amp="amp_bf16"),
     "hand_bf16_again": Way("by hand, bfloat16, again", partial(ByHand, dtype=BF16)),
     "o4": _ours("O4", "bf16", opt_level="O4"),
     "o5": _ours("O5", "bf16", opt_level="O5"),
@@ -286,7 +291,7 @@ WAYS: Final[Mapping[str, Way]] = {
         "O5, split, int8 states", "bf16", opt_level="O5", master_weights="split", optimizer_state="int8"
     ),
     "amp_fp16": Way("torch.amp, float16", partial(TorchAmp, dtype=FP16)),
-    "hand_fp16": Way("by hand, float16", partial(ByHand, dtype=FP16)),
+    "hand_fp16": Way("by hand, float16", partial(ByHand, dtype=FP16), amp="amp_fp16"),
     "hand_fp16_again": Way("by hand, float16, again", partial(ByHand, dtype=FP16)),
     "o1": _ours("O1", "fp16", opt_level="O1"),
     "o2": _ours("O2", "fp16", opt_level="O2"),
