@@ -188,7 +188,15 @@ class TrainState:
         unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
         optimizers = [self._optimizers[index] for index in unstepped]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        entries = [dict(group) for group in groups]
+        # Some optimizers count their steps in their groups or attributes, under names that the first step adds.
+        counted = [*groups, *map(vars, optimizers)]
+        before = [dict(each) for each in counted]
+
+        def restore() -> None:
+            for each, entries in zip(counted, before, strict=True):
+                each.clear()
+                each.update(entries)
+
         weights = list(dict.fromkeys(weight for group in groups for weight in group["params"]))
         gradients = [weight.grad for weight in weights]
         wide = [weight for weight in weights if weight.grad_dtype not in (None, weight.dtype)]
@@ -206,14 +214,12 @@ class TrainState:
                         first.grad = torch.zeros_like(first)
                 if optimizers:
                     self._named(optimizers, StateDictOptions())
-                for group, entry in zip(groups, entries, strict=True):
-                    group.update(entry)  # some optimizers count their steps there
+                restore()
                 yield unstepped
         finally:
             for optimizer in optimizers:
                 optimizer.state.clear()
-            for group, entry in zip(groups, entries, strict=True):
-                group.update(entry)
+            restore()
             for weight in weights:
                 weight.grad = None
             for weight in wide:

@@ -36,12 +36,31 @@ class Averaging(Optimizer):
                     weight.lerp_(state["sum"], 1 / group["weights"])
 
 
+class Counting(Optimizer):
+    """Counts steps in its groups and in an attribute, both made by the first step, and warms up by the counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    state = self.state[weight]
+                    state["mean"] = state.get("mean", torch.zeros_like(weight)).lerp_(weight.grad, 0.5)
+                    weight.sub_(state["mean"], alpha=group["lr"] / group["step"] / self.count)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "nadam": lambda params: NAdam(params, lr=0.01),
     "rprop": lambda params: Rprop(params, lr=0.01),
     "asgd": lambda params: ASGD(params, lr=0.1),
     "dampening": lambda params: SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "averaging": Averaging,
+    "counting": Counting,
 }
 
 
