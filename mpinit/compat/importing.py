@@ -167,15 +167,17 @@ def _refused(name: str) -> str:
     return text
 
 
-def refusal(package: str) -> Callable[[str], NoReturn]:
+def refusal(package: str, kind: type[ImportError | AttributeError] = AttributeError) -> Callable[[str], NoReturn]:
     """Return the ``__getattr__`` of a module of apex: its errors name the replacements of names that it lacks."""
 
     def __getattr__(name: str) -> NoReturn:
         full = f"{package}.{name}"
         # An ImportError, because scripts that run without it write ``import apex; apex.contrib...`` in a try block with
-        # ``except ImportError``, and because "from ... import name" of a file shows no other error's text.
-        if full in MISSING or full in ABSENT_MODULES:
+        # ``except ImportError``.
+        if full in ABSENT_MODULES:
             raise ImportError(_refused(full), name=full)
+        if full in MISSING:
+            raise kind(_refused(full), name=name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__

@@ -70,4 +70,5 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     _is_mixed = True
 
 
-__getattr__ = refusal("apex.normalization.fused_layer_norm")
+# An ImportError, because "from ... import name" of a file, which is no package, shows no other error's text.
+__getattr__ = refusal("apex.normalization.fused_layer_norm", ImportError)
