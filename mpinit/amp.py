@@ -366,7 +366,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def compile_steps(optimizer: Optimizer) -> None:
-    """Compile the arithmetic that split masters and encoded states add to steps, by ``torch.compile``.
+    """Compile the arithmetic that split masters and encoded states add to steps, by torch.compile's inductor.
 
     Steps have the same results, bit for bit, in less time. The functions are compiled once for each device that has
     weights now, which takes some seconds; their results are compared with those of torch's operations on samples. The
