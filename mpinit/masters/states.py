@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..basics.running import without_gradients
 from ..distributed.sharding import is_sharded, shard, sharded_as
 from .arithmetic import EAGER, Arithmetic
-from .codecs.codec import Codec, tensor_rows
+from .codecs.codec import Codec, Tensors, tensor_rows
 from .codecs.encoded import EncodedState, Together, encoded_part, with_numbers
 
 # Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
@@ -49,7 +49,7 @@ class EncodedStates:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.run = Arithmetic()
-        self._tensors: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        self._tensors: dict[tuple[tuple[int, ...], torch.device], Tensors] = {}
 
     def decode(self, states: _States) -> Decoded:
         """Decode several states; :meth:`encode` reuses the memory of the codes."""

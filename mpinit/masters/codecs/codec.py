@@ -10,6 +10,8 @@ import torch
 from ...basics.running import is_faster_in_chunks
 from ..arithmetic import EAGER, Arithmetic, Sample
 
+# What tensor_rows() returns.
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Codes = tuple[torch.Tensor, ...]
 
 # Numbers that are encoded together, and a row of everything here: the last row of a tensor is filled up with zeros.
@@ -35,7 +37,7 @@ class Codec(ABC):
         """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
     def encode_(
-        self, values: torch.Tensor, codes: Codes, tensors: torch.Tensor | None = None, run: Arithmetic = EAGER
+        self, values: torch.Tensor, codes: Codes, tensors: Tensors | None = None, run: Arithmetic = EAGER
     ) -> None:
         """Write the codes of ``values``.
 
@@ -104,17 +106,24 @@ def low_sums(bits: torch.Tensor) -> torch.Tensor:
     return (bits & 0xFFFF).to(torch.float32).sum(1, keepdim=True)
 
 
-def tensor_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """List the last row of each of several concatenated tensors, the number of its rows, and a start of its noise.
+def tensor_rows(rows: Sequence[int], device: torch.device) -> Tensors:
+    """Describe concatenated tensors of so many rows, for their noise.
 
-    Copies these to the device, which is a device sync.
+    Copies three tensors to the device, which is a device sync.
+
+    Returns:
+        The last row of each tensor, a start of its noise, and for each row the index of its tensor.
     """
     ends = list(accumulate(rows))
     begins = [-(end - count) * _ROW for end, count in zip(ends, rows, strict=True)]
-    return torch.tensor([[end - 1 for end in ends], rows, begins], device=device)
+    of_rows = [index for index, count in enumerate(rows) for _ in range(count)]
+    last, starts = (
+        torch.tensor(each, dtype=torch.int64, device=device) for each in ([end - 1 for end in ends], begins)
+    )
+    return last, starts, torch.tensor(of_rows, dtype=torch.int32, device=device)
 
 
-def _noise_of_rows(sums: torch.Tensor, tensors: torch.Tensor | None) -> torch.Tensor:
+def _noise_of_rows(sums: torch.Tensor, tensors: Tensors | None) -> torch.Tensor:
     """Compute the noise of rows, (rows, 1), from the sums of each.
 
     The noise of an element is its place times a number of its row. So equal numbers in a row have different noise, and
@@ -123,11 +132,10 @@ def _noise_of_rows(sums: torch.Tensor, tensors: torch.Tensor | None) -> torch.Te
     if tensors is None:
         seeds = sums.sum(dtype=torch.int64)
     else:
-        last, counts, begins = tensors
+        last, begins, of_rows = tensors
         totals = sums.view(-1).cumsum(0, dtype=torch.int64)[last]
-        of_tensors = totals.diff(prepend=totals.new_zeros(1)).add_(begins)
-        seeds = torch.repeat_interleave(of_tensors, counts, output_size=len(sums))
-    rows = torch.arange(len(sums), device=sums.device)
+        seeds = totals.diff(prepend=totals.new_zeros(1)).add_(begins).index_select(0, of_rows)
+    rows = torch.arange(len(sums), dtype=torch.int64, device=sums.device)
     noise = rows.mul_(_ROW).add_(seeds).to(torch.int32).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
     return noise.view(-1, 1)
 

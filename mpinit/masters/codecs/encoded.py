@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
 from ..arithmetic import EAGER, Arithmetic
-from .codec import BLOCK, Codec, Codes
+from .codec import BLOCK, Codec, Codes, Tensors
 
 # The number of the meaning of pickled codes.
 _FORMAT: Final = 2
@@ -183,7 +183,7 @@ class Together:
         self.states[0].codec.decode_(self._codes, self.values, run)
         return self
 
-    def encode(self, tensors: torch.Tensor | None = None, run: Arithmetic = EAGER) -> None:
+    def encode(self, tensors: Tensors | None = None, run: Arithmetic = EAGER) -> None:
         """Write the codes of the numbers in :attr:`values`.
 
         Args:
