@@ -346,8 +346,10 @@ def test_parameters_are_stepped_few_at_time_to_same_numbers(name: str, keywords:
     else:
         other, other_optimizer = trained_in_16_bit(reference, **keywords)
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-    states, other_states = (each.state_dict()["state"].values() for each in (optimizer, other_optimizer))
-    for state, other_state in zip(states, other_states, strict=True):
+    states, other_states = (each.state_dict()["state"] for each in (optimizer, other_optimizer))
+    assert states.keys() == other_states.keys()
+    for index, state in states.items():
+        other_state = other_states[index]
         assert all(torch.equal(state[key], other_state[key]) for key in state if torch.is_tensor(state[key]))
         assert name == "sgd" or state["step"] == 4
 
