@@ -323,6 +323,9 @@ def _part_of(own: Mapping[str, Any], optim: Any) -> tuple[dict[str, Any], list[s
         for index, each in enumerate(names)
         if frozenset(each) not in saved
     ]
+    # Flattened, a state in a dict of the optimizer's has a name below its parameter's.
+    nested = [key for key in states if any(str(key).startswith(f"{name}.") for name in chain(*names))]
+    faults += _listed("flattened states in dicts are not loaded:", nested)
     if faults:
         return {}, faults
     return {

@@ -380,3 +380,35 @@ def test_lbfgs_resumes_to_the_bit(kind: str, steps: int) -> None:
     mpinit.TrainState(other, its_optimizer).load_state_dict(saved)
     step(other, its_optimizer)
     assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])
+
+
+class InDicts(torch.optim.Optimizer):
+    """Keeps its states in a dict, as Shampoo does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                means = self.state[weight].setdefault("means", {"first": torch.zeros_like(weight)})
+                weight.sub_(means["first"].lerp_(weight.grad, 0.5), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_flattened_states_in_dicts_are_refused_and_others_load(flat: bool) -> None:
+    model = nn.Linear(4, 2)
+    model, optimizer = mpinit.initialize(model, InDicts(model.parameters()), opt_level="O5")
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    state = TrainState(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    saved = copy.deepcopy(state.state_dict())
+    if flat:
+        with pytest.raises(ValueError, match=r"flattened states in dicts are not loaded: 'weight.means'"):
+            state.load_state_dict(saved)
+    else:
+        optimizer.state.clear()
+        state.load_state_dict(saved)
+        assert torch.equal(optimizer.state[model.weight]["means"]["first"], torch.full((2, 4), 0.5))
