@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from frameworks import LEVELS, same_bits
+from frameworks import ALL, LEVELS, same_bits
 from loops import Batch, backward, batches, mlp, mse
 from models import sgd
 from torch import nn
@@ -76,7 +76,7 @@ def test_accelerate_trains_as_the_bare_loop_does(level: dict[str, Any], prepared
     assert same_bits(parts[1].state_dict(), bare(level, batches(12)))
 
 
-@pytest.mark.parametrize("level", [*MIXED.values(), LARGE], ids=[*MIXED, "O2, overflowing"])
+@pytest.mark.parametrize("level", [*ALL.values(), LARGE], ids=[*ALL, "O2, overflowing"])
 def test_saved_state_resumes_bit_for_bit(level: dict[str, Any], tmp_path: Path) -> None:
     data = batches(16)
     through = accelerated(level)

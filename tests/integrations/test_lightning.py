@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from frameworks import LEVELS, same_bits
+from frameworks import ALL, LEVELS, same_bits
 from lightning import Trainer
 from lightning.fabric import Fabric
 from lightning_runs import LARGE, MARKS, Module, clip_norm, fit, loader, trainer
@@ -184,9 +184,9 @@ def moments(run: Trainer) -> list[Any]:
     return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "O5", "O5, split", "overflowing"])
+@pytest.mark.parametrize("name", [*ALL, "overflowing"])
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(name: str, tmp_path: Path) -> None:
-    data, precision = batches(5), {"verbosity": 0, **(LARGE if name == "overflowing" else LEVELS[name])}
+    data, precision = batches(5), {"verbosity": 0, **(LARGE if name == "overflowing" else ALL[name])}
     whole, half, rest = Module(), Module(), Module()
     there = fit(whole, precision, data, max_epochs=3)
     fit(half, precision, data, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")

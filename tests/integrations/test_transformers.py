@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import needs, same_bits, samples, tiny_model
+from frameworks import ALL, needs, same_bits, samples, tiny_model
 from loops import backward
 from models import dynamic
 from safetensors.torch import load_file
@@ -115,9 +115,9 @@ def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path:
     assert same_bits(trainer.model.state_dict(), bare(name, tmp_path, LEVELS[level]))
 
 
-@pytest.mark.parametrize(("name", "save_dtype"), in_turn([*LEVELS, "O2, overflowing"], DTYPES))
+@pytest.mark.parametrize(("name", "save_dtype"), in_turn([*ALL, "O2, overflowing"], DTYPES))
 def test_resuming_gives_bits_of_run_that_was_not_interrupted(name: str, save_dtype: str, tmp_path: Path) -> None:
-    level = LEVELS.get(name, OVERFLOWING)
+    level = ALL.get(name, OVERFLOWING)
     asked = level | {"save_dtype": save_dtype}
     through = trained("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
     resumed = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)

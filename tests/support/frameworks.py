@@ -22,6 +22,14 @@ LEVELS: dict[str, dict[str, Any]] = {
     "O5": {"opt_level": "O5"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
 }
+# Every level and every store, for runs that are resumed.
+ALL: dict[str, dict[str, Any]] = LEVELS | {
+    "O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16},  # Adam in float16 divides by 0
+    "O2, model": {"opt_level": "O2", "master_weights": "model"},
+    "O5, model": {"opt_level": "O5", "master_weights": "model"},
+    "O5, int8": {"opt_level": "O5", "optimizer_state": "int8"},
+    "O5, split, int8": {"opt_level": "O5", "master_weights": "split", "optimizer_state": "int8"},
+}
 
 # The names that a marked snippet uses without making them come from these.
 NEEDED_BY_MARK = {"a Trainer": "transformers", "a LightningModule": "lightning", "accelerate": "accelerate"}
