@@ -12,14 +12,16 @@ from torch import nn
 from ..basics.bulk import consume
 from ..basics.modules import Names, share_attributes
 from ..basics.running import without_gradients
-from ..distributed.sharding import local, set_data, sharded_as
+from ..distributed.sharding import is_sharded, local, set_data, sharded_as
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, versions_of
 from .law import is_rounding, meaning
 from .masters import Master, MasterBatch, Masters
 
 _SEEN: Final = attrgetter("seen")
 _GIVEN: Final = attrgetter("given")
+_WEIGHT: Final = attrgetter("weight")
 _PARAMETER: Final = attrgetter("parameter")
+_IS_SHARDED: Final = attrgetter("is_sharded")
 _BOTH: Final = (
     "the weight {!r} and its float32 master were both written to, differently, since the last step: write to one of "
     "the two"
@@ -197,7 +199,7 @@ class FullMasters(Masters):
             RuntimeError: a weight and its master were both written to, and differ.
         """
         self.check_data(self)
-        weights, parameters = _versions(masters)
+        weights, parameters = _versions_of(masters)
         moved = [
             master
             for master, weight, parameter in zip(masters, weights, parameters, strict=True)
@@ -224,7 +226,7 @@ class FullMasters(Masters):
         Raises:
             RuntimeError: both were, and they differ.
         """
-        (weight,), (parameter,) = _versions([master])
+        (weight,), (parameter,) = _versions_of([master])
         weight_moved, master_moved = weight != master.seen, self.counts_writes and parameter != master.given
         if weight_moved and master_moved and not is_rounding(local(master.weight), local(master.parameter)).all():
             raise RuntimeError(_BOTH.format(self.names.of(master.weight)))
@@ -254,7 +256,7 @@ class FullMasters(Masters):
         """Let writes to masters count from now on, because users may have them."""
         if not self.counts_writes:
             masters = [master for master in self if isinstance(master, FullMaster)]
-            for master, version in zip(masters, _versions(masters)[1], strict=True):
+            for master, version in zip(masters, _versions_of(masters)[1], strict=True):
                 master.given = version
             self.counts_writes = True
 
@@ -270,24 +272,21 @@ class _Batch(MasterBatch):
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(master.is_sharded for master in masters)
         self._are_compared = False
-        # The versions of all weights when these were last rounded.
-        self._seen: list[int] = []
-        # What these will be after the next write(), where that is known.
-        self._next: list[int] = []
-        # The versions of all masters then, where users may have some.
-        self._given: list[int] = []
+        # The versions of the weights when their masters were read.
+        self._versions: list[int] = []
 
     @without_gradients
     def read(self) -> None:
-        owner = self._owner
+        owner, masters = self._owner, self._masters
         owner.check_data(owner)
-        if self._are_compared and not self._are_sharded and versions_of(self._weights) == self._seen:
-            # No weight was written to. write() will write to each once.
-            self._next = [version + 1 for version in self._seen]
-            if not owner.counts_writes or versions_of(self._parameters) == self._given:
-                return
-        owner.follow(self._masters, compares=True)
-        self._are_compared, self._next = True, []
+        self._versions = _versions(self._weights, self._are_sharded)
+        if (
+            not self._are_compared
+            or self._versions != list(map(_SEEN, masters))
+            or (owner.counts_writes and _versions(self._parameters, self._are_sharded) != list(map(_GIVEN, masters)))
+        ):
+            owner.follow(masters, compares=True)
+            self._are_compared, self._versions = True, _versions(self._weights, self._are_sharded)
 
     def widened(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return gradients  # those of weights with full masters are float32 by now
@@ -298,15 +297,10 @@ class _Batch(MasterBatch):
             torch._foreach_copy_(list(map(local, self._weights)), list(map(local, self._parameters)))
         elif self._masters:
             torch._foreach_copy_(self._weights, self._parameters)
-        # A wrong number would only let the next step compare by value.
-        self._seen, self._next = self._next or versions_of(self._weights), []
-        if self._are_sharded:
-            _see(self._masters)
-            return
-        consume(map(setattr, self._masters, repeat("seen"), self._seen))
+        # This has written to each weight once. A wrong number would only let the next step compare by value.
+        consume(map(setattr, self._masters, repeat("seen"), [version + 1 for version in self._versions]))
         if self._owner.counts_writes:
-            self._given = versions_of(self._parameters)
-            consume(map(setattr, self._masters, repeat("given"), self._given))
+            consume(map(setattr, self._masters, repeat("given"), _versions(self._parameters, self._are_sharded)))
 
 
 def _have_both_numbers(master: Master) -> bool:
@@ -314,17 +308,21 @@ def _have_both_numbers(master: Master) -> bool:
     return master.weight.dtype != torch.float32 and not master.weight.is_meta
 
 
-def _versions(masters: Sequence[Master]) -> tuple[list[int], list[int]]:
-    """Return the versions of the masters' weights, and of the masters; of sharded ones with those of the shards."""
-    found = versions_of([m.weight for m in masters]), versions_of([m.parameter for m in masters])
-    for index, master in enumerate(masters):
-        if master.is_sharded:
-            for versions, tensor in zip(found, (master.weight, master.parameter), strict=True):
-                versions[index] += tensor._local_tensor._version  # type: ignore[attr-defined]
+def _versions(tensors: Sequence[Any], are_sharded: bool) -> list[int]:
+    """Return the versions of weights or masters; of sharded ones with those of the shards."""
+    found = versions_of(tensors)
+    for index, tensor in enumerate(tensors) if are_sharded else ():
+        found[index] += tensor._local_tensor._version if is_sharded(tensor) else 0
     return found
 
 
 def _see(masters: Sequence[FullMaster]) -> None:
     """Record that weights are their masters' roundings now."""
-    for master, weight, parameter in zip(masters, *_versions(masters), strict=True):
+    for master, weight, parameter in zip(masters, *_versions_of(masters), strict=True):
         master.seen, master.given = weight, parameter
+
+
+def _versions_of(masters: Sequence[FullMaster]) -> tuple[list[int], list[int]]:
+    """Return the versions of the masters' weights, and of the masters."""
+    are_sharded = any(map(_IS_SHARDED, masters))
+    return _versions(list(map(_WEIGHT, masters)), are_sharded), _versions(list(map(_PARAMETER, masters)), are_sharded)
