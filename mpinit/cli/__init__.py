@@ -12,7 +12,6 @@ from typing import Any, Final
 # which is called with the parsed arguments and returns the exit status.
 COMMANDS: Final = {
     "levels": "show what the levels set, with overrides applied",
-    "explain": "run a model once and show which operation runs in which type, and why",
     "audit": "show what a training stores, in which types, and which weights cannot move",
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
     "run": "run a script that was written for apex, unmodified",

@@ -1,6 +1,8 @@
 """``mpinit audit``: dtypes and bytes of weights, gradients and states, and weights that updates cannot change."""
 
 import argparse
+import os
+import pkgutil
 import sys
 from typing import Any
 
@@ -9,7 +11,6 @@ from torch import nn
 
 from ..basics.dtypes import parse_dtype
 from ..inspect.audit import audit
-from .explain import load, make
 from .script import run_until_first_steps
 
 
@@ -25,7 +26,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="pkg.mod:factory, without arguments; returns a model, or model and optimizer. Or SCRIPT.py ARGUMENT ..., "
         "which runs until its optimizers' first steps; options of this command come before it",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--optimizer", metavar="NAME", help="such as adamw or pkg.mod:Name; replaces that of SPEC")
     parser.add_argument(
         "--lr", type=float, metavar="RATE", help="learning rate of --optimizer. Default: that class's default"
@@ -60,6 +60,25 @@ def run(arguments: argparse.Namespace) -> int:
             f"--lr {rate:g} is the learning rate of --optimizer: add it, such as --optimizer adamw. An optimizer that "
             "SPEC returns has the learning rate that SPEC sets"
         )
-    report = audit(model, optimizer)
-    print(report.to_json() if arguments.json else report)
+    print(audit(model, optimizer))
     return 0
+
+
+def load(name: str) -> Any:
+    """Import the object that ``pkg.mod:attribute`` names; search the working directory too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return pkgutil.resolve_name(name)
+
+
+def make(name: str) -> tuple[nn.Module, Any]:
+    """Call a factory with a fixed seed; return the model, and its optimizer or None."""
+    factory = load(name)
+    if not callable(factory):
+        raise ValueError(f"{name} is an object of {type(factory).__name__}, not a function that returns a model")
+    torch.manual_seed(0)
+    made = factory if isinstance(factory, nn.Module) else factory()
+    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module, nor one with its optimizer")
+    return model, optimizer

@@ -1,7 +1,6 @@
 """``mpinit levels``: the properties that each level sets."""
 
 import argparse
-import json
 from typing import Any, Final
 
 from ..basics.tables import plain_table
@@ -21,7 +20,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "property. --set and --config apply to each, as keywords of mpinit.initialize do."
     )
     parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"any of {', '.join(OPT_LEVELS)}")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="override a property, such as loss_scale=128"
     )
@@ -49,9 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
             refused[level] = error
     if refused and (arguments.levels or not found):
         raise next(iter(refused.values()))
-    if arguments.json:
-        print(json.dumps({level: each.model_dump(mode="json") for level, each in found.items()}, indent=1))
-        return 0
     overridden = {*overrides, *config}
     rows = [
         [f"{name}*" if name in overridden else name, *(_text(name, properties) for properties in found.values())]

@@ -1,7 +1,5 @@
 """``mpinit.audit``: dtypes and bytes of a training run, and the weights that its updates are too small to change."""
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -98,10 +96,6 @@ class Audit:
         known = {row.name: row.stuck for row in self.rows if row.stuck is not None}
         return dict(sorted(known.items(), key=lambda item: -item[1]))
 
-    def to_json(self) -> str:
-        """Return the whole report as JSON."""
-        return json.dumps(dataclasses.asdict(self) | {"stuck": self.stuck}, indent=1)
-
     def __str__(self) -> str:
         cells, sizes = [], []
         for row in sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_ROWS_SHOWN]:
@@ -143,7 +137,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             are reported, and no optimizer state.
 
     Returns:
-        The report, with ``.rows``, ``.stuck``, ``.bytes_per_parameter``, ``.advice``, ``.to_json()``.
+        The report, with ``.rows``, ``.stuck``, ``.bytes_per_parameter``, ``.advice``.
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.

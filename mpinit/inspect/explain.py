@@ -1,7 +1,6 @@
 """``mpinit.explain``: the dtypes of the operations in one run of a model."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -121,15 +120,11 @@ class PrecisionReport:
         lines = [
             f"{self.model} {f'at {self.level}' if self.level else 'as it is, not initialised'}",
             *(self.summary(), "", plain_table(_COLUMNS, cells, numbers=(2,))),
-            f"{hidden}views and operations without floating point: in .rows and the JSON",
+            f"{hidden}views and operations without floating point: in .rows",
         ]
         if not any(row.phase == BACKWARD for row in self.rows):
             lines.append("Forward only: with a function of the output that returns a loss, backward too.")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Return the whole report as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 def explain(
@@ -151,7 +146,7 @@ def explain(
             of mpinit.
 
     Returns:
-        The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.to_json()``.
+        The report, for ``print(report)``, with ``.rows``, ``.flagged``.
 
     Raises:
         ValueError: the level is unknown, the model is initialised already or is a part of an initialised model, or the
