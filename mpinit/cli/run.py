@@ -1,8 +1,6 @@
 """``mpinit run``: runs a script that was written for apex, unmodified."""
 
 import argparse
-import importlib.util
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -27,13 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     target = arguments.target
     set_arguments([target, *arguments.rest], Path() if arguments.is_module else Path(target).parent)
-    if arguments.is_module:
-        reason = _why_not_runnable(target)
-    else:
-        reason = None if Path(target).exists() else f"no such file: {target!r}"
-    if reason is not None:
-        print(f"mpinit run: {reason}", file=sys.stderr)
-        return 2
     install_as_apex()
     # Processes that the script spawns inherit sys.path, but no import hooks.
     sys.path.insert(1, BOOTSTRAP)
@@ -42,21 +33,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         runpy.run_path(target, run_name="__main__")
     return 0
-
-
-def _why_not_runnable(name: str) -> str | None:
-    """Return the reason that a module cannot be run as ``__main__``, in one line; None where it can."""
-    try:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            found = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that a package of the user's imports
-        name, found = error.name, None
-    except ValueError:  # a name that is empty or begins with a dot
-        found = None
-    if found is not None:
-        return None
-    return f"there is no module {name!r}, neither installed nor in {os.getcwd()}; without -m the path of a script runs"
