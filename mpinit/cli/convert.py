@@ -5,17 +5,15 @@ All three are dicts with the state dicts of a model and an optimizer, and a loss
 """
 
 import argparse
-import math
 import os
 import pickle
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..basics.tables import counted
+from ..config.loss_scale import check_scale
 
 # The forms, and the key of the loss scale in each.
 FORMATS: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
@@ -39,39 +37,27 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint, convert it, and write the result."""
-    source, target = Path(arguments.source), Path(arguments.target)
-    # lexists, because a broken symbolic link exists too.
-    if os.path.lexists(target):
-        raise ValueError(f"{target} exists already; use another name")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name!r} in")
-    result, changes = converted(_read(source, arguments.trust), arguments.to)
-    with open(target, "xb") as file:
+    with open(arguments.target, "xb") as file:
         try:
+            result, changes = converted(_read(arguments.source, arguments.trust), arguments.to)
             torch.save(result, file)
         except BaseException:
-            target.unlink()
+            os.unlink(arguments.target)
             raise
-    print("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
+    print("\n".join([f"{arguments.target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
     return 0
 
 
-def _read(source: Path, trusts: bool) -> Any:
-    if not source.is_file():
-        raise ValueError(f"there is no file {str(source)!r}")
-    with open(source, "rb") as file:
-        # torch.save writes a zip archive, and wrote a pickle before.
-        if file.read(2) not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-            raise ValueError(f"{source} is not a checkpoint: it was not written by torch.save")
+def _read(source: str, trusts: bool) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about how it was pickled, which is not the reader's doing
-            return torch.load(source, map_location="cpu", weights_only=not trusts)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        if isinstance(error, pickle.UnpicklingError) and not trusts:
-            more = "contains pickled objects; pass --trust to load it anyway (runs arbitrary code)"
-            raise ValueError(f"{source} {more}") from None
-        raise ValueError(f"{source} is not a checkpoint that torch.save wrote: {error}") from None
+        return torch.load(source, map_location="cpu", weights_only=not trusts)
+    except pickle.UnpicklingError:
+        if trusts:
+            raise
+        raise ValueError(
+            f"{source} contains pickled objects, or is not a checkpoint; pass --trust to load it anyway (runs "
+            "arbitrary code)"
+        ) from None
 
 
 def converted(checkpoint: Any, to: str) -> tuple[dict[str, Any], list[str]]:
@@ -91,14 +77,12 @@ def converted(checkpoint: Any, to: str) -> tuple[dict[str, Any], list[str]]:
     scale = None if not found else result.pop(FORMATS[found[0]])
     for key, value in result.items():
         result[key] = _with_steps(value, key, changes)
-    if scale is not None:
+    if scale is None:
+        keys = ", ".join(map(repr, FORMATS.values()))
+        changes.append(f"no loss scale under any of {keys}: start with a fresh one")
+    else:
         result[FORMATS[to]] = _rescaled(scale, found[0], to, changes)
-        return result, changes
-    if not changes and not any(isinstance(value, Mapping) for value in checkpoint.values()):
-        keys = ", ".join(map(repr, checkpoint)) or "none"
-        raise ValueError(f"found no loss scale, model or optimizer in the file to convert; its keys are {keys}")
-    keys = ", ".join(map(repr, FORMATS.values()))
-    return result, [*changes, f"no loss scale under any of {keys}: start with a fresh one"]
+    return result, changes
 
 
 def _with_steps(value: Any, place: str, changes: list[str]) -> Any:
@@ -130,29 +114,25 @@ def _with_steps(value: Any, place: str, changes: list[str]) -> Any:
 
 def _rescaled(scale: Any, of: str, to: str, changes: list[str]) -> dict[str, Any]:
     """Return the state of loss scalers in the form ``to``, and add a line for what is written and what is not."""
-    key, states = FORMATS[of], dict[str, Any](scale) if isinstance(scale, Mapping) else {}
-    if of == "torch":
-        is_state = {"scale", "_growth_tracker"} <= states.keys()
-        states = {"loss_scaler0": {"loss_scale": states.get("scale"), "unskipped": states.get("_growth_tracker")}}
-    else:
-        is_state = all(name.startswith("loss_scaler") and isinstance(each, Mapping) for name, each in states.items())
-    if not is_state or not isinstance(scale, Mapping):
+    try:
+        if of == "torch":
+            found = [(scale["scale"], scale["_growth_tracker"])]
+        else:
+            found = [(each["loss_scale"], each["unskipped"]) for each in scale.values()]
+    except (AttributeError, LookupError, TypeError):
         kind = "a GradScaler" if of == "torch" else f"{of}'s loss scalers"
-        raise ValueError(f"the entry {key!r} is not the state of {kind}: rename it, and convert that file")
-    for name, state in states.items():
-        value = state.get("loss_scale")
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf or "unskipped" not in state:
-            raise ValueError(f"{key!r}: {name} needs 'unskipped' and a finite loss_scale above 0, not {value!r}")
+        raise ValueError(
+            f"the entry {FORMATS[of]!r} is not the state of {kind}: rename it, and convert that file"
+        ) from None
+    scales = [f"{check_scale(value):g}" for value, _ in found]
     if of == to:
         return dict(scale)
-    scales = [f"{state['loss_scale']:g}" for state in states.values()]
     if to != "torch":
         changes.append(f"loss scale {', '.join(scales)} under {FORMATS[to]!r}")
         # apex knows no hysteresis.
-        return {n: {name: s[name] for name in ("loss_scale", "unskipped")} for n, s in states.items()}
+        return {f"loss_scaler{n}": {"loss_scale": s, "unskipped": good} for n, (s, good) in enumerate(found)}
     changes.append(f"loss scale {scales[0]} under 'scaler', with torch's default growth")
     if scales[1:]:
         changes.append(f"loss scale {', '.join(scales[1:])} is not in the file, because a GradScaler has one scale")
     growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    first = next(iter(states.values()))
-    return {"scale": first["loss_scale"], **growth, "_growth_tracker": first["unskipped"]}
+    return {"scale": found[0][0], **growth, "_growth_tracker": found[0][1]}
