@@ -1,4 +1,4 @@
-"""Optimizers of torch, LAMB, NovoGrad and apex's Adagrad, under apex's names."""
+"""Optimizers of torch, LAMB and NovoGrad, under apex's names."""
 
 from ...importing import refusal
 from .fused_adagrad import FusedAdagrad

@@ -76,20 +76,14 @@ def bias_corrections(group: dict[str, Any]) -> tuple[float, float]:
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Turn parameters or groups into groups with lists, so that reading them consumes no generator."""
-    entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    entries: list[Any] = list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     tensors = ((group, group["params"]) for group in groups)
     return [{**group, "params": [own] if isinstance(own, torch.Tensor) else list(own)} for group, own in tensors]
 
 
-def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], but_not_on: str = "") -> bool:
-    """Return whether torch has a fused kernel of this optimizer for the device of every parameter."""
+def are_on(groups: list[dict[str, Any]], *devices: str) -> bool:
+    """Return whether all parameters are floating tensors on these types of devices."""
     entries = (entry for group in groups for entry in group["params"])
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    devices = {p.device.type for p in params}
-    try:
-        for device in devices:
-            kind([torch.zeros(1, dtype=torch.float32, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
-    except RuntimeError:
-        return False
-    return but_not_on not in devices and all(p.is_floating_point() for p in params)
+    return all(p.device.type in devices and p.is_floating_point() for p in params)

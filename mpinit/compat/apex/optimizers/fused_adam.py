@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._shared import OverTorch, as_groups, can_fuse
+from ._shared import OverTorch, are_on, as_groups
 
 # After this many steps beta**steps is 0 in float32 for any beta below 1, so the bias correction is 1.
 _LONG_PAST_WARMUP = 1e9
@@ -58,11 +58,10 @@ class FusedAdam(OverTorch, torch.optim.Adam):
             eps=eps,
             weight_decay=weight_decay,
             capturable=capturable,
-            fused=can_fuse(groups, torch.optim.Adam) or None,
+            fused=are_on(groups, "cuda", "xpu", "mps", "cpu") or None,
             decoupled_weight_decay=adam_w_mode,
         )
         self.defaults["bias_correction"] = bias_correction
-        self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:

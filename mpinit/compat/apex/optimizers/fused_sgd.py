@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._shared import OverTorch, as_groups, can_fuse
+from ._shared import OverTorch, are_on, as_groups
 
 
 class FusedSGD(OverTorch, torch.optim.SGD):
@@ -44,8 +44,6 @@ class FusedSGD(OverTorch, torch.optim.SGD):
                 "the gradient, or install NVIDIA apex for it"
             )
         groups = as_groups(params)
-        # Not on a CPU: there the fused kernel updates 16-bit parameters wrongly, and initialize() may cast these.
-        fused = can_fuse(groups, torch.optim.SGD, but_not_on="cpu")
         super().__init__(
             groups,
             lr=lr,
@@ -53,7 +51,7 @@ class FusedSGD(OverTorch, torch.optim.SGD):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=fused or None,
+            # Not on a CPU: there the fused kernel updates 16-bit parameters wrongly, and initialize() may cast these.
+            fused=are_on(groups, "cuda", "xpu", "mps") or None,
         )
-        self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
