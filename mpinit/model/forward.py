@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..autocast.forward_casts import NO_CASTS, ForwardCasts
-from ..autocast.thread_flags import is_on
+from ..autocast.thread_flags import call_without_casts, is_on
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
@@ -182,9 +182,13 @@ class PatchedForward(OfModule):
         if is_inside:
             return self.boundary.call_inside(self._module(), run, args, kwargs)
         # Inside a forward of its model a part runs with that forward's autocast state. A model of a session without O1
-        # runs with autocast off, also if another session has switched it on.
-        is_outermost = current_forward.dtype is None or not self.is_part or self.boundary.computes
-        if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
+        # runs with autocast off, also if another session has switched it on. What computes in float32 has all casts
+        # off: a checkpoint that recomputes it has opened a block with those of its forward.
+        may_be_on = is_on() or torch.compiler.is_compiling()
+        is_outermost = current_forward.dtype is None or not self.is_part
+        if self.boundary.computes and may_be_on:
+            run = partial(call_without_casts, run)
+        elif casts is not None and is_outermost and (casts.dtype is not None or may_be_on):
             run = partial(casts.run, run)
         return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
 
@@ -287,7 +291,7 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         Boundary(dtype, plan.cast_model, plan.output_dtype, casts, plan.keep_inputs)
         for dtype in (torch.float32, plan.model_dtype, torch.float32)
     )
-    computing.cast_inputs, computing.casts, computing.computes = True, NO_CASTS, True
+    computing.cast_inputs, computing.casts, computing.computes = True, None, True
     for boundary in (kept, cast, computing):
         boundary.writes = writes
         boundary.warns_of_inputs = casts_model and plan.properties.verbosity > 0

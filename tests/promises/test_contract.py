@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import mpinit
 
@@ -1629,6 +1630,30 @@ def test_tied_head_computes_and_returns_float32(kind: str, compiles: bool) -> No
     assert model.state_dict().keys() == saved.keys()
     mpinit.undo(model)
     assert "forward" not in vars(model.head)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_float32_head_in_a_checkpoint_has_its_gradients(kind: str, reentrant: bool) -> None:
+    class Checkpointed(Tied):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.head, self.body(self.embedding(x)), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    class Plain(Tied):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.embedding(x)))  # type: ignore[no-any-return]
+
+    x, gradients = torch.arange(12).view(3, 4), []
+    for model in (Plain(), Checkpointed()):
+        optimizer = sgd(model)
+        mpinit.initialize(model, optimizer, compute_fp32=["head"], **COMPUTED[kind])
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        mpinit.undo(model)
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert plain is not None and checkpointed is not None and torch.equal(plain, checkpointed)
 
 
 def test_keep_fp32_stores_and_compute_fp32_does_not() -> None:
