@@ -9,12 +9,12 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NoReturn
+from typing import Final
 
 from ..basics.logs import log
 
@@ -70,9 +70,6 @@ class _Refusals(MetaPathFinder):
             name = NAME + fullname.removeprefix(REPLACEMENT_PACKAGE)
         if name in MISSING:
             raise ImportError(_refused(name), name=name)
-        # Of an apex without these parts Python's own error follows, which scripts expect.
-        if name in ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == REPLACEMENT_PACKAGE:
-            _refused(name)
 
 
 def _drop_modules(package: str) -> None:
@@ -122,62 +119,27 @@ def find_real_apex() -> ModuleSpec | None:
 
 
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
-_NORM: Final = "normalization.fused_layer_norm."
+_OLD_SCALERS: Final = ("apex.fp16_utils.LossScaler", "apex.fp16_utils.DynamicLossScaler", "apex.fp16_utils.loss_scaler")
 
-# Name -> its replacement.
+# Names and modules of apex that are refused -> their replacement.
 MISSING: Final = {
-    f"{NAME}.{name}": text
-    for names, text in (
-        ("amp.lists", "mpinit.register_half_function and its siblings, one call for each function"),
-        (
-            "fp16_utils.FP16_Optimizer fp16_utils.fp16_optimizer optimizers.FP16_Optimizer optimizers.fp16_optimizer",
-            f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_",
-        ),
-        (
-            "fp16_utils.LossScaler fp16_utils.DynamicLossScaler fp16_utils.loss_scaler",
-            "torch.amp.GradScaler, or mpinit.initialize(..., loss_scale=...) with mpinit.scale_loss",
-        ),
-        (f"{_NORM}fused_layer_norm {_NORM}fused_layer_norm_affine", "torch.nn.functional.layer_norm"),
-        (f"{_NORM}mixed_dtype_fused_layer_norm_affine", "torch.nn.functional.layer_norm, with a cast of its input"),
-        (
-            f"{_NORM}fused_rms_norm {_NORM}fused_rms_norm_affine {_NORM}manual_rms_norm",
-            "torch.nn.functional.rms_norm",
-        ),
-        (f"{_NORM}mixed_dtype_fused_rms_norm_affine", "torch.nn.functional.rms_norm, with a cast of its input"),
-        (
-            "optimizers.FusedMixedPrecisionLamb optimizers.fused_mixed_precision_lamb",
-            f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
-        ),
-        ("parallel.multiproc", "torchrun --nproc-per-node N -m mpinit run script.py"),
-    )
-    for name in names.split()
+    "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
+    **{
+        f"apex.{package}.{name}": f"{_LEVEL_2}, mpinit.scale_loss and mpinit.clip_grad_norm_"
+        for package in ("fp16_utils", "optimizers")
+        for name in ("FP16_Optimizer", "fp16_optimizer")
+    },
+    **dict.fromkeys(
+        _OLD_SCALERS, "torch.amp.GradScaler, or mpinit.initialize(..., loss_scale=...) and mpinit.scale_loss"
+    ),
+    "apex.optimizers.FusedMixedPrecisionLamb": f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
+    "apex.parallel.multiproc": "torchrun --nproc-per-node N -m mpinit run script.py",
 }
-# Parts of apex without a replacement, which scripts import.
-ABSENT_MODULES: Final = frozenset(
-    f"{NAME}.{part}" for part in ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
-)
 
 
 @functools.cache
 def _refused(name: str) -> str:
     """Return the error's text for a name, and log it once: scripts import apex in a ``try``, which hides the text."""
-    replacement = MISSING.get(name, "install NVIDIA apex: mpinit then provides apex.amp alone")
-    text = f"{name} is not part of the apex that mpinit provides. In its place, {replacement}"
+    text = f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}"
     log.warning("%s. A script may show another text for this ImportError", text)
     return text
-
-
-def refusal(package: str, kind: type[ImportError | AttributeError] = AttributeError) -> Callable[[str], NoReturn]:
-    """Return the ``__getattr__`` of a module of apex: its errors name the replacements of names that it lacks."""
-
-    def __getattr__(name: str) -> NoReturn:
-        full = f"{package}.{name}"
-        # An ImportError, because scripts that run without it write ``import apex; apex.contrib...`` in a try block with
-        # ``except ImportError``.
-        if full in ABSENT_MODULES:
-            raise ImportError(_refused(full), name=full)
-        if full in MISSING:
-            raise kind(_refused(full), name=name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return __getattr__

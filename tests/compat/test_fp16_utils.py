@@ -92,9 +92,3 @@ def test_gradients_are_clipped_as_by_torch() -> None:
 
 def test_numbers_of_tensors_and_lists() -> None:
     assert to_python_float(torch.tensor(2.0)) == to_python_float([2.0]) == 2.0
-
-
-def test_the_optimizer_of_apex_is_refused_with_its_replacement() -> None:
-    assert not hasattr(fp16_utils, "FP16_Optimizer")  # scripts ask in this way, too
-    with pytest.raises(AttributeError, match=r"FP16_Optimizer .*mpinit.initialize\(model, optimizer, opt_level='O2'\)"):
-        fp16_utils.FP16_Optimizer  # noqa: B018

@@ -6,10 +6,8 @@ It has amp, parallel, optimizers, normalization, multi_tensor_apply and fp16_uti
 
 from importlib import import_module
 
-from ..importing import refusal
 from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
 __version__ = f"0.1+mpinit.{import_module('mpinit').__version__}"
-__getattr__ = refusal("apex")

@@ -8,7 +8,6 @@ from ....amp import (
     register_half_function,
     register_promote_function,
 )
-from ...importing import refusal
 from ._amp_state import _amp_state, master_params
 from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, init, scale_loss
@@ -21,5 +20,3 @@ __all__ = ["_amp_state", "disable_casts", "init", "initialize", "load_state_dict
 __all__ += ["bfloat16_function", "float_function", "half_function", "promote_function", "state_dict"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
 __all__ += ["register_promote_function"]
-
-__getattr__ = refusal("apex.amp")

@@ -3,8 +3,5 @@
 ``FP16_Optimizer`` is refused, with the lines that replace it.
 """
 
-from ...importing import refusal
 from .fp16util import *  # noqa: F403 - its __all__ lists the names
 from .fp16util import __all__ as __all__
-
-__getattr__ = refusal("apex.fp16_utils")

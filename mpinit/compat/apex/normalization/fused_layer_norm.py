@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...importing import refusal
-
 
 class _Norm(nn.Module):
     """The common base: apex's arguments for torch's class, which is the second base of each subclass."""
@@ -68,7 +66,3 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
     _is_mixed = True
-
-
-# An ImportError, because "from ... import name" of a file, which is no package, shows no other error's text.
-__getattr__ = refusal("apex.normalization.fused_layer_norm", ImportError)

@@ -1,6 +1,5 @@
 """Optimizers of torch, LAMB and NovoGrad, under apex's names."""
 
-from ...importing import refusal
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -8,5 +7,3 @@ from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
-
-__getattr__ = refusal("apex.optimizers")
