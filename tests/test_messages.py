@@ -469,11 +469,6 @@ def train_state_of_another_model() -> None:
     mpinit.TrainState(other, optimizer).load_state_dict(state)
 
 
-def script_initialised() -> None:
-    model, _ = pair()
-    torch.jit.script(model)
-
-
 def added_later() -> None:
     model, optimizer = pair("O1")
     model.more = nn.Linear(2, 2)
@@ -509,7 +504,6 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "a scaler's state is short": (scaler_state_does_not_fit, ValueError, "num_losses=2", "nothing was loaded"),
     "a TrainState is text": (train_state_is_text, TypeError, "mapping", "TrainState"),
     "a TrainState of another": (train_state_of_another_model, ValueError, "nothing was loaded", "layer.weight"),
-    "torch.jit.script": (script_initialised, RuntimeError, "torch.jit.trace", "mpinit.undo"),
     "a layer was replaced": (added_later, UserWarning, "mpinit.initialize", "layer.weight"),
     "which session": (which_session, RuntimeError, "optimizer", "sessions"),
     "undo of a plain model": (lambda: mpinit.undo(Net()), ValueError, "Net", "not initialised"),

@@ -41,12 +41,6 @@ _NOTE: Final = (
     "input is an object with tensors in it, mpinit.register_input its class. Where a module was put into the model "
     "after mpinit.initialize, call .to({}) on it, and optimizer.add_param_group."
 )
-
-
-_SCRIPTS: Final = (
-    "torch.jit.script compiles source, and would omit the casts around {0}.forward, which mpinit.initialize put there: "
-    "use torch.jit.trace or torch.export.export, which record them, or call mpinit.undo on the model first"
-)
 _REPLICATES: Final = (
     "torch.nn.DataParallel makes copies of {0} in every forward, and they would omit the casts around {0}.forward, "
     "which mpinit.initialize put there: use DistributedDataParallel with a process for each device, or call "
@@ -54,7 +48,7 @@ _REPLICATES: Final = (
 )
 
 
-_ON_REPLICA, _ON_SCRIPT = "_replicate_for_data_parallel", "__prepare_scriptable__"
+_ON_REPLICA: Final = "_replicate_for_data_parallel"
 
 
 class _Absent:
@@ -202,13 +196,20 @@ class PatchedForward(OfModule):
         method: Callable[..., Any] = getattr(type(module), self.name)
         return partial(method, module)
 
-    def refuse_script(self) -> None:
-        """Refuse torch.jit.script, which calls ``__prepare_scriptable__``."""
-        raise RuntimeError(_SCRIPTS.format(type(self.module).__name__))
-
     def refuse_replica(self) -> None:
         """Refuse DataParallel, which calls ``_replicate_for_data_parallel``."""
         raise RuntimeError(_REPLICATES.format(type(self.module).__name__))
+
+    def put_back(self) -> None:
+        """Put back what the module had before, unless another patch has been added since. May be called again."""
+        self.owner = None
+        module = self._module()
+        if module is None or patched_forward(vars(module).get(self.name)) is not self:
+            return
+        if self.inner is None:
+            del vars(module)[self.name]
+        else:
+            vars(module)[self.name] = self.inner
 
     def __reduce__(self) -> Any:
         """Copy a wrapper of the user's around this method with the method that is inside of this one."""
@@ -261,11 +262,6 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-# A patch, and the attributes that its module had before. The reference is weak, because the patch keeps the session
-# alive, and the session has this list.
-_Patched = tuple[weakref.ref[PatchedForward], dict[str, Any]]
-
-
 def patched_forward(method: Any) -> PatchedForward | None:
     """Return the object that :attr:`PatchedForward.run` is bound to; None for any other method."""
     is_bound = type(method) is types.MethodType and isinstance(method.__self__, PatchedForward)
@@ -304,11 +300,12 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         undos.push(narrow_casts.close)
     elif casts_model and selection.computes:
         float32_casts = WeightCasts(torch.float32, (), ())
-    patched: list[_Patched] = []
-    undos.push(partial(_revert, patched))
+    # Weakly: a patch keeps the session alive, and the session has this list.
+    patched: list[weakref.ref[PatchedForward]] = []
+    undos.push(partial(_put_back, patched))
     entry_forwards = {module for module, name in selection.entry_points if name == "forward"}
 
-    def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
+    def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
         computes = module in selection.computes
         # With "model" the parameters of one that computes in float32 are float32, and no cast replaces them.
         weight_casts = float32_casts if computes else None if is_kept else narrow_casts
@@ -320,12 +317,9 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         forward = (_DirectPart if is_direct else PatchedForward)(module, boundary, name, is_part, weights)
         forward.casts_inside = casts_inside
         forward.owner = owner
-        ours = {name: forward.run, _ON_REPLICA: forward.refuse_replica, _ON_SCRIPT: forward.refuse_script}
-        attributes = vars(module)
-        # Without those of an earlier patch, which would keep the session alive.
-        own = [each for each in ours if each in attributes and (each == name or not _is_patch(attributes[each]))]
-        patched.append((weakref.ref(forward), {each: attributes[each] for each in own}))
-        attributes.update(ours)
+        patched.append(weakref.ref(forward))
+        vars(module)[name] = forward.run
+        return forward
 
     models = set(selection.index.models)
     for module in selection.computes:
@@ -339,26 +333,15 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
     inside = {module for name, module in selection.index.named_modules if name}
     for model in selection.index.models:
-        patch(model, model in selection.kept, "forward", is_part=bool(selection.parts) and model in inside)
+        is_part = bool(selection.parts) and model in inside
+        forward = patch(model, model in selection.kept, "forward", is_part)
+        # Of a part's replica torch says that tensors are on two devices.
+        undos.set_attribute(model, _ON_REPLICA, forward.refuse_replica)
     return cast
 
 
-def _is_patch(method: Any) -> bool:
-    return isinstance(getattr(method, "__self__", None), PatchedForward)
-
-
-def _revert(patched: list[_Patched]) -> None:
-    """Put back the attributes that modules had before, except where another patch has been added since."""
-    while patched:
-        known, before = patched[-1]
+def _put_back(patched: list[weakref.ref[PatchedForward]]) -> None:
+    for known in reversed(patched):
         forward = known()
-        module = None if forward is None else forward._module()
         if forward is not None:
-            forward.owner = None
-        if forward is not None and module is not None:
-            attributes = vars(module)
-            for name in (forward.name, _ON_REPLICA, _ON_SCRIPT):
-                if getattr(attributes.get(name), "__self__", None) is forward:
-                    del attributes[name]
-                    attributes.update({name: before[name]} if name in before else {})
-        patched.pop()
+            forward.put_back()

@@ -157,16 +157,6 @@ def test_a_traced_model_computes_what_the_model_does(level: str) -> None:
     assert torch.equal(traced(X), model(X)), "the trace holds the weights, not their values"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("level", LEVELS)
-def test_scripting_is_refused_with_way_out_and_works_after_undo(level: str) -> None:
-    model = trained(level)
-    with pytest.raises(RuntimeError, match=r"torch\.jit\.script.*Net\.forward.*torch\.jit\.trace.*mpinit\.undo"):
-        torch.jit.script(model)
-    mpinit.undo(model)
-    assert torch.equal(torch.jit.script(model)(X), model(X))
-
-
 def test_model_that_has_gradients_is_compiled_after_reset() -> None:
     model = Net()
     optimizer = sgd(model)
