@@ -3,8 +3,7 @@
 Masters need no place of their own: ``model.state_dict()`` has their float32 bits, and loading it sets them.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -18,8 +17,7 @@ _GRAD_SCALER = ("scale", "_growth_tracker")
 # Where scripts put the state of scalers in their checkpoints: mpinit's, apex's, torch.amp's.
 _IN_CHECKPOINTS: Final = ("mpinit", "amp", "scaler", "grad_scaler")
 
-# The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis. "scales" has 2 ** (1 + index) added
-# for each optimizer that has made no step, because files of earlier releases have as many columns.
+# The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis.
 _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
@@ -69,27 +67,23 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: states[key] for key in expected}
 
 
-def scalers_as_rows(session: Session | None, unstepped: Iterable[int] = ()) -> torch.Tensor:
+def scalers_as_rows(session: Session | None) -> torch.Tensor:
     """Return the scalers' states as numbers: a file of ``torch.distributed.checkpoint`` then shows whether it fits.
 
     Args:
         session: the session; None: nothing is initialised.
-        unstepped: the indices of the optimizers that have made no step. Default: none.
 
     Returns:
-        (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all,
-        with the optimizers that have made no step.
+        (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.
     """
     usual = {"loss_scale": 1.0, "unskipped": 0, "tolerance": -1, "scales": True}
     states = [{"scales": False}] if session is None else [scaler.state_dict() for scaler in session.scalers]
     rows = [[(usual | state)[column] for column in _COLUMNS] for state in states]
-    found = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    found[:, -1] += sum(2 << index for index in unstepped)
-    return found
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def scalers_of_rows(rows: Any) -> tuple[dict[str, Any], list[int]]:
-    """Return what :func:`scalers_as_rows` was given: scalers' states by name, and the optimizers without a step."""
+def scalers_of_rows(rows: Any) -> dict[str, Any]:
+    """Return what :func:`scalers_as_rows` was given: scalers' states by name."""
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
         found = f"have the shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"are {rows!r}"
         raise ValueError(
@@ -97,13 +91,11 @@ def scalers_of_rows(rows: Any) -> tuple[dict[str, Any], list[int]]:
             "loaded. Load what mpinit.state_dict() returned by mpinit.load_state_dict()"
         )
     states: dict[str, Any] = {}
-    marks = 0
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
         counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
-        others = counted if scales % 2 else {"scales": False}
+        others = counted if scales % 2 else {"scales": False}  # mpinit 0.4.0 added even numbers
         states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | others
-        marks = int(scales) >> 1 if math.isfinite(scales) else 0  # every row has the same
-    return states, [index for index in range(marks.bit_length()) if marks >> index & 1]
+    return states
 
 
 def _whole(number: float) -> int | float:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, final
@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 from . import checkpoint, checks, registry
 from .distributed.sharding import is_distributed, is_sharded
 from .in_float32 import float32_weights
+from .optimizer.members import parameters_of, with_wrapped
 from .session import Session
+
+_KEYS: Final = ("model", "optim", "initial", "scalers")
 
 
 @final
@@ -37,8 +40,8 @@ class TrainState:
             cpu_offload=True``, :meth:`state_dict` returns the full state on rank 0, on the CPU, and an empty one on
             other ranks. With ``broadcast_from_rank0=True`` too, :meth:`load_state_dict` loads rank 0's state on every
             rank. Default None.
-        scalers: whether to load and save loss scales. Files that torch's ``get_state_dict`` wrote have none: pass
-            False. Default True.
+        scalers: whether to load and save loss scales, and which state is initial. Files that torch's
+            ``get_state_dict`` wrote have neither: pass False. Default True.
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
@@ -79,33 +82,35 @@ class TrainState:
         """Return the present state.
 
         As in torch, tensors that are float32 in the model or optimizer are not copied: copy those that later steps must
-        not change. For an optimizer without a step, the state has what a step with gradients and learning rates of 0
-        makes, and a mark, with which a loaded optimizer starts as without a state. The optimizer itself has no state
-        afterwards. If tensors are sharded, every rank has to call this. With
-        DistributedDataParallel one rank is enough.
+        not change. For trained weights without optimizer state, because they were not used yet, "optim" has what a step
+        with gradients and learning rates of 0 makes, and "initial" names it: the optimizer itself gets none of it, nor
+        does one that loads the state. If tensors are sharded, every rank has to call this. With DistributedDataParallel
+        one rank is enough.
 
         Returns:
-            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``.
-            Floating point weights are float32. "scalers" has a row for each loss: (number of losses, 4) in float64.
+            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "initial": [name],
+            "scalers": tensor}``. Floating point weights are float32. "scalers" has a row for each loss: (number of
+            losses, 4) in float64.
         """
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         options, session = self._asked(), self._session()
-        with self._with_state() as unstepped:
+        with self._with_state() as made:
             state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=options)}
             if self._optimizers:
                 state["optim"] = self._named(self._optimizers, options)
         if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:
             return {}
         if self._scalers:
-            state["scalers"] = checkpoint.scalers_as_rows(session, unstepped)
+            state["initial"] = made
+            state["scalers"] = checkpoint.scalers_as_rows(session)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set weights, optimizers and loss scales.
 
-        A weight of the optimizer that has no state in ``state_dict``, because it was not used, has none afterwards. If
-        tensors are sharded, or rank 0's state is broadcast, every rank has to call this.
+        A weight of the optimizer that has no state in ``state_dict``, or is named under "initial", has none afterwards.
+        If tensors are sharded, or rank 0's state is broadcast, every rank has to call this.
 
         Args:
             state_dict: a result of :meth:`state_dict`, at any level. Or the results of torch's ``get_state_dict(model,
@@ -175,56 +180,65 @@ class TrainState:
         return sessions[0] if sessions else None
 
     @contextlib.contextmanager
-    def _with_state(self) -> Iterator[list[int]]:
-        """Let torch's functions make the state of optimizers without a step, and drop it at the end.
+    def _with_state(self) -> Iterator[list[str]]:
+        """Complete the optimizers' state by what a step with gradients and learning rates of 0 makes.
 
-        torch makes it by a step, unless there are gradients. So there are none inside the block.
+        So it has the same keys whether or not a weight was used. At the end optimizers, weights and gradients are as
+        before.
 
         Yields:
-            The indices of the optimizers without a step.
+            What was made, by torch's names: ``state.NAME`` of a weight, and ``param_groups.NAME.KEY`` of a group, with
+            the name of its first weight.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-        unstepped = [index for index, optimizer in enumerate(self._optimizers) if not optimizer.state]
-        optimizers = [self._optimizers[index] for index in unstepped]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        lacking: dict[Optimizer, list[nn.Parameter]] = {}
+        for optimizer in self._optimizers:
+            missing = [p for p in parameters_of([optimizer]) if p.requires_grad and not optimizer.state.get(p)]
+            # Without the list of what was made a state is as torch's, which makes it for all weights or for none.
+            if missing and (self._scalers or not optimizer.state):
+                lacking[optimizer] = missing
+        groups = [group for optimizer in lacking for group in optimizer.param_groups]
+        holders = with_wrapped([*lacking])
+        kept = [{key: state for key, state in holder.state.items() if state != {}} for holder in holders]
         # Some optimizers count their steps in their groups or attributes, under names that the first step adds.
-        counted = [*groups, *map(vars, optimizers)]
+        counted = [*groups, *(group for holder in holders for group in holder.param_groups), *map(vars, holders)]
         before = [dict(each) for each in counted]
 
         def restore() -> None:
             for each, entries in zip(counted, before, strict=True):
                 each.clear()
                 each.update(entries)
+            for holder, states in zip(holders, kept, strict=True):
+                holder.state.update(states)
 
-        weights = list(dict.fromkeys(weight for group in groups for weight in group["params"]))
-        gradients = [weight.grad for weight in weights]
-        wide = [weight for weight in weights if weight.grad_dtype not in (None, weight.dtype)]
+        gradients = [(weight, weight.grad) for weight in parameters_of(lacking)]
+        made: list[str] = []
         try:
             with torch.inference_mode(False):  # a step reads version counters, which inference tensors do not have
-                for weight in weights:
+                for weight, _ in gradients:
                     weight.grad = None
-                for weight in wide:
-                    weight.grad_dtype = None  # torch's gradients of 0 have the weight's dtype
-                for optimizer in optimizers:
-                    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-                    if parameter is not None and parameter.default is parameter.empty:
-                        # LBFGS makes no step without a closure. With a gradient torch does not ask it to.
-                        first = optimizer.param_groups[0]["params"][0]
-                        first.grad = torch.zeros_like(first)
-                if optimizers:
-                    self._named(optimizers, StateDictOptions())
+                for holder in holders:
+                    holder.state.clear()
+                for optimizer, missing in lacking.items():
+                    _create_state(optimizer, missing)
+                named = self._named([*lacking], StateDictOptions()) if lacking else {"state": {}, "param_groups": []}
+                made += [f"state.{name}" for name in named["state"]]
+                added = [
+                    {key: group[key] for key in group.keys() - old.keys()}
+                    for group, old in zip(groups, before, strict=False)
+                ]
+                for names, more in zip(named["param_groups"], added, strict=True):
+                    made += [f"param_groups.{names['params'][0]}.{key}" for key in more if names["params"]]
                 restore()
-                yield unstepped
+                for group, more in zip(groups, added, strict=True):
+                    group.update(more)
+                yield made
         finally:
-            for optimizer in optimizers:
-                optimizer.state.clear()
+            for holder in holders:
+                holder.state.clear()
             restore()
-            for weight in weights:
-                weight.grad = None
-            for weight in wide:
-                weight.grad_dtype = torch.float32
-            for weight, gradient in zip(weights, gradients, strict=True):
+            for weight, gradient in gradients:
                 weight.grad = gradient
 
     def _named(self, optimizers: Sequence[Optimizer], options: Any) -> Any:
@@ -266,14 +280,19 @@ class TrainState:
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
         expected = ("model", "optim") if own else ("model",)
         faults = [f"there is no {key!r}" for key in expected if key not in state]
-        faults += _listed("a state has no", [key for key in state if key not in ("model", "optim", "scalers")])
+        faults += _listed("a state has no", [key for key in state if key not in _KEYS])
         if faults and not state and whole:
             faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) uses rank 0's"]
         if "model" in state:
             faults += _model_faults(own_model, state["model"], strict, whole)
+        initial = state.get("initial", ())
+        if not isinstance(initial, (list, tuple)):
+            faults.append(f"'initial' is a {type(initial).__name__}, not a list of names")
         parts = []
         for mine in own if "optim" in state else ():
             part, found = _part_of(mine, state["optim"])
+            if initial:
+                _drop_initial(part, set(initial))
             parts.append(part)
             faults += found or _entry_faults(mine, part, whole)
         session = self._session()
@@ -286,13 +305,32 @@ class TrainState:
         rows = state.get("scalers")
         if rows is None or not self._scalers:
             return parts, None
-        scalers, unstepped = checkpoint.scalers_of_rows(rows)
-        for index in unstepped:
-            if index < len(parts):
-                # Optimizers create their state in the first step. Some do not start from the state of a step without
-                # gradients: NAdam has multiplied a product in it, and SGD applies dampening to it.
-                parts[index]["state"] = {}
+        scalers = checkpoint.scalers_of_rows(rows)
         return parts, None if session is None else checkpoint.checked_state(session, scalers)
+
+
+def _create_state(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
+    """Make an optimizer's state for some weights by a step without hooks; the caller restores all else.
+
+    One gradient stays: torch's functions make no state while there is one.
+    """
+    for holder in with_wrapped([optimizer]):
+        vars(holder).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+        for each in (vars(holder), *holder.param_groups):
+            each.update({key: value.clone() for key, value in each.items() if type(value) is torch.Tensor})
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not closure.empty:  # LBFGS makes no step without a closure
+        accelerator = torch.accelerator.current_accelerator()
+        devices = {weight.device for weight in weights if accelerator and weight.device.type == accelerator.type}
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+            optimizer.step()
+    for weight in weights[1:]:
+        weight.grad = None
 
 
 def _of_rank0(values: list[Any]) -> list[Any]:
@@ -332,6 +370,18 @@ def _part_of(own: Mapping[str, Any], optim: Any) -> tuple[dict[str, Any], list[s
         "state": {name: states[name] for name in chain(*names) if name in states},
         "param_groups": [{**saved[frozenset(each)], "params": each} for each in names],
     }, []
+
+
+def _drop_initial(part: dict[str, Any], initial: Set[str]) -> None:
+    """Drop what a step without gradients has made, so that the optimizer makes it in its first step.
+
+    Some optimizers would not go on from it: NAdam has multiplied a product in it, and SGD applies dampening to it.
+    """
+    part["state"] = {name: each for name, each in part.get("state", {}).items() if f"state.{name}" not in initial}
+    part["param_groups"] = [
+        {key: value for key, value in group.items() if f"param_groups.{group['params'][0]}.{key}" not in initial}
+        for group in part.get("param_groups", ())
+    ]
 
 
 def _unflattened(own: Mapping[str, Any], optim: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from engines import CASE, assert_close, assert_same, mine, refused, sharded, whole
+from engines import CASE, assert_close, assert_same, mesh, mine, refused, sharded, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -281,3 +282,75 @@ def test_files_that_do_not_fit_change_nothing(words: str) -> None:
     with refused(BaseException, "app.scalers"):
         run.load(state, folder)
     assert_same(of(state), before)
+
+
+class TwoHeads(nn.Module):
+    """A body and two heads, of which a forward uses those that are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.one = nn.Linear(8, 64, bias=False), nn.Linear(64, 4, bias=False)
+        self.other = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, heads: str) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return torch.cat([getattr(self, name)(hidden).float() for name in heads.split()], dim=1).square().mean()
+
+
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    "muon": functools.partial(torch.optim.Muon, lr=0.01),
+}
+
+
+@ranks(
+    2,
+    ("fsdp", "O2", "adamw"),
+    ("ddp", "O5", "momentum"),
+    long=[
+        *(("fsdp", level, "adamw") for level in ("O0", "O1", "O5", "split", "int8")),
+        *(("ddp", level, "adamw") for level in ("O0", "O1", "O2", "split", "model", "int8")),
+        *((engine, "O2", name) for engine in ("fsdp", "ddp") for name in ("momentum", "rmsprop", "muon")),
+    ],
+)
+def test_layer_that_was_not_used_before_a_save(engine: str, level: str, name: str) -> None:
+    """Save, train on and load: both runs have the bits of one that was not saved."""
+
+    def made(seed: int) -> Pair:
+        model: Any = TwoHeads(seed)
+        if engine == "fsdp":
+            for part in (model.other, model):
+                fully_shard(part, mesh=mesh(2))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        mpinit.initialize(model, optimizer, **LEVELS[level])
+        return DistributedDataParallel(model, find_unused_parameters=True) if engine == "ddp" else model, optimizer
+
+    def run(pair: Pair, heads: str, seed: int) -> None:
+        torch.manual_seed(10 * seed + dist.get_rank())
+        for _ in range(2):
+            pair[1].zero_grad()
+            with mpinit.scale_loss(pair[0](torch.randn(4, 8), heads), pair[1]) as loss:
+                loss.backward()
+            pair[1].step()
+
+    def values(pair: Pair) -> dict[str, torch.Tensor]:
+        return everything(*get_state_dict(*pair))
+
+    pair = made(0)
+    run(pair, "one", 1)
+    run(pair, "one other", 2)
+    end, folder = values(pair), folder_of_all()
+    pair = made(0)
+    run(pair, "one", 1)
+    dcp.save({"app": mpinit.TrainState(*pair)}, checkpoint_id=folder)
+    assert len(pair[1].state) == 2
+    run(pair, "one other", 2)
+    assert_same(values(pair), end)
+    pair = made(7)
+    dcp.load({"app": mpinit.TrainState(*pair)}, checkpoint_id=folder)
+    assert len(pair[1].state) == 2
+    run(pair, "one other", 2)
+    assert_same(values(pair), end)
