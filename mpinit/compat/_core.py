@@ -43,19 +43,6 @@ def in_all(blocks: Sequence[Any], optimizers: Sequence[Optimizer]) -> Iterator[t
         gradients.found_inf = any_of(gradients.found_inf, found)
 
 
-def end_casts(session: Any) -> None:
-    """End a session's casts of functions. Its optimizers go on: losses are scaled as before, by the same scalers."""
-    models, optimizers, scalers = list(session.models), list(session.optimizers), list(session.scalers)
-    properties = dict(session.properties) | {"patch_torch_functions": False, "verbosity": 0}
-    if models or optimizers:
-        initialization.undo((*models, *optimizers)[0])
-    else:  # the script has dropped them all
-        session.undo()
-    if models and optimizers:
-        start(models, optimizers, session.opt_level, properties)
-        registry.session_of(optimizers[0]).scalers[:] = scalers
-
-
 @contextmanager
 def casts_of_functions(properties: dict[str, Any], allow_banned: bool) -> Iterator[None]:
     """Cast functions in the block by apex's policy, without a model.

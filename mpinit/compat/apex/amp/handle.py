@@ -188,7 +188,7 @@ class OptimWrapper:
 
 
 class SessionHandle:
-    """The handle after ``amp.initialize``: :meth:`_deactivate` ends the casts of functions, and nothing else."""
+    """The handle after ``amp.initialize``: :meth:`_deactivate` undoes the sessions that cast functions."""
 
     has_cache, verbose = True, False  # scripts read them
     scale_loss = staticmethod(scale_loss)
@@ -200,7 +200,7 @@ class SessionHandle:
 
     def _deactivate(self) -> None:
         for session in self._sessions():
-            _core.end_casts(session)
+            session.undo()
 
     @staticmethod
     def _sessions() -> list[Any]:

@@ -19,7 +19,6 @@ class LossScaler:
                 "torch.amp.GradScaler"
             )
         self.core = core
-        self._overflowed = False
 
     def loss_scale(self) -> float:
         """Return the present loss scale."""
@@ -27,7 +26,7 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Clear the overflow flag."""
-        self._overflowed = False
+        self._has_overflow = False
 
     def update_scale(self) -> bool:
         """Update a dynamic scale by the overflows found since the last update.
@@ -35,46 +34,43 @@ class LossScaler:
         Returns:
             True if an overflow was found and the step must be skipped.
         """
-        self.core.record_found_inf(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
+        self.core.record_found_inf(_flag(False))  # without a check the step counts as good, as in apex
         # Read before the update: at its lower limit the scale does not go down.
-        overflowed = self._found_inf()
+        overflowed = self._has_overflow
         self.core.update()
-        self._overflowed = False
         return overflowed
 
-    def _found_inf(self) -> bool:
+    @property
+    def _has_overflow(self) -> bool:
         return self.core.found_inf is not None and bool(self.core.found_inf.item() > 0)
 
-    def _rule(self) -> DynamicLossScale:
-        # A fixed scale has apex's numbers too, which nothing uses.
-        return self.core.rule if isinstance(self.core.rule, DynamicLossScale) else DynamicLossScale()
+    @_has_overflow.setter
+    def _has_overflow(self, value: Any) -> None:
+        self.core.found_inf = None
+        self.core.record_found_inf(_flag(bool(value)))
 
-    def _set_rule(self, rule: DynamicLossScale | float) -> None:
-        if self.core.is_dynamic == isinstance(rule, DynamicLossScale):
-            self.core.rule = rule
+    @property
+    def _loss_scale(self) -> float:
+        return self.core.loss_scale()
 
-    def _set_scale(self, value: Any) -> None:
+    @_loss_scale.setter
+    def _loss_scale(self, value: Any) -> None:
         self.core.set_scale(float(value))
-        self._set_rule(float(value))  # a fixed rule of 1 never scales
+        if not self.dynamic:
+            self.core.rule = float(value)  # a fixed rule of 1 never scales
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self.core.rule.growth_interval if isinstance(self.core.rule, DynamicLossScale) else 2000
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, interval: int) -> None:
+        if isinstance(self.core.rule, DynamicLossScale):
+            self.core.rule = dataclasses.replace(self.core.rule, growth_interval=int(interval))
 
     dynamic = property(lambda self: self.core.is_dynamic)
-    _loss_scale = property(loss_scale, _set_scale)
     _unskipped = property(lambda self: self.core.unskipped, lambda self, n: setattr(self.core, "unskipped", int(n)))
-    _has_overflow = property(
-        lambda self: self._overflowed or self._found_inf(),
-        lambda self, value: setattr(self, "_overflowed", bool(value)),
-    )
-    _scale_seq_len = property(
-        lambda self: self._rule().growth_interval,
-        lambda self, n: self._set_rule(dataclasses.replace(self._rule(), growth_interval=int(n))),
-    )
-    _min_loss_scale = property(
-        lambda self: self._rule().min,
-        lambda self, low: self._set_rule(
-            self._rule().limited(None if low is None else float(low), self._rule().max),
-        ),
-    )
-    _max_loss_scale = property(
-        lambda self: self._rule().max,
-        lambda self, high: self._set_rule(self._rule().limited(self._rule().min, float(high))),
-    )
+
+
+def _flag(value: bool) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")
