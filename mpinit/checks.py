@@ -29,7 +29,7 @@ from .distributed.sharding import (
 )
 from .distributed.verdict import meshes_of
 from .model.entry_points import check_argument_names
-from .model.precision_loss import check_values, warn_about_states, warn_about_target_networks
+from .model.precision_loss import check_values, warn_about_small_eps, warn_about_states, warn_about_target_networks
 from .model.selection import Selection, select
 from .model.shared_memory import check_memory
 from .optimizer.members import parameters_of, trained_by
@@ -131,6 +131,8 @@ def check(
             "model in float32, or use opt_level='O2'"
         )
     _check_belonging(index, optimizers, awaits)
+    if plan.cast_model and plan.model_dtype is torch.float16:
+        warn_about_small_eps(index, selection.float32_modules)
     if (plan.model_dtype if plan.cast_model else plan.function_dtype) is torch.bfloat16:
         warn_about_states(index, {*selection.float32_modules, *selection.computes}, plan.cast_model)
     if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):

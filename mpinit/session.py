@@ -33,6 +33,7 @@ from .masters.masters import Master
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, copies, forward, state_dict
+from .model.precision_loss import warn_about_optimizer_eps
 from .model.selection import Selection
 from .model.writes import Writes
 from .optimizer.guard import StepGuard
@@ -175,6 +176,7 @@ class Session:
             encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         for optimizer in optimizers:
             self.managed.add(optimizer, self._undos, owner=self)
+            warn_about_optimizer_eps(optimizer, self.masters)
         if selection.has_16_bit or plan.skips:
             self._step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
@@ -273,6 +275,7 @@ class Session:
                 failed.push(_restore_states([optimizer]))
                 failed.push(undos.unwind)
                 self.managed.add(optimizer, undos, owner=self)
+                warn_about_optimizer_eps(optimizer, self.masters)
                 copies.set_on_optimizer(optimizer, self.copies, undos)
                 original = self.casts.original_dtype
                 casts: dict[Any, Any] = {p: (original(p), p.dtype) for p in parameters_of([optimizer])}

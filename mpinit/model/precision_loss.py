@@ -19,12 +19,13 @@ from typing import Final
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex, Names, dotted
 from ..distributed.sharding import local
+from ..masters.masters import Masters
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
 # float32 has every whole number up to here; a larger number is no id, no counter, and no constant in a unit.
@@ -36,6 +37,9 @@ _LARGE: Final = 256.0
 _ERROR_IN_UNITS: Final = 0.25
 # How many numbers a tensor of several dimensions may have to be read.
 _FEW: Final = 1024
+# The smallest number of float16 above 0.
+_SMALLEST: Final = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+_EPS_NAMES: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
 # Modules that add to a state step by step -> the keyword with which the state is float32. A cell's caller holds the
 # state, and keep_fp32 would give it back in 16 bits.
 _STATES: Final = {
@@ -162,6 +166,21 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
+def warn_about_small_eps(index: ModelIndex, float32_modules: Container[nn.Module]) -> None:
+    """Warn once of norms whose eps is 0 in float16, so that a row of zeros is divided by 0."""
+    found = {
+        name: eps
+        for name, module in index.named_modules
+        if (eps := _small_eps(module)) is not None and name and module not in float32_modules
+    }
+    if found:
+        listed = ", ".join(f"{name} ({eps:g})" for name, eps in found.items())
+        warn_user(
+            f"the eps of {listed} is 0 in float16, and a norm that computes in it divides a row of zeros by 0. "
+            f"Pass keep_fp32=[{', '.join(map(repr, found))}], with the entries that you have, or set a larger eps"
+        )
+
+
 def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module], has_16_bit_weights: bool) -> None:
     """Warn once of recurrent modules, which add to their state in bfloat16."""
     entries: dict[str, list[str]] = {}
@@ -181,6 +200,31 @@ def warn_about_states(index: ModelIndex, float32_modules: Container[nn.Module], 
             "than 0.4 % is lost: after some hundred steps it may be wrong by tens of percent. To have it in float32, "
             f"add {keywords}, with the entries that you have{more}"
         )
+
+
+def _small_eps(module: nn.Module) -> float | None:
+    """Return the ``eps`` of a norm that is 0 in float16; None where there is none."""
+    if type(module).__module__.startswith("torch."):
+        return None  # norms of torch compute in float32 inside, with any eps
+    values = [vars(module).get(name) for name in _EPS_NAMES]
+    return next((eps for eps in values if isinstance(eps, float) and 0.0 < eps < _SMALLEST / 2), None)
+
+
+def warn_about_optimizer_eps(optimizer: Optimizer, masters: Masters) -> None:
+    """Warn of an optimizer's eps that is 0 in float16, where it steps float16 weights: 0 is divided by 0."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if group.get("fused") and isinstance(optimizer, (Adam, AdamW)):
+            continue  # this kernel adds eps in float32
+        if not isinstance(eps, float) or not 0.0 < eps < _SMALLEST / 2:
+            continue
+        if any(p.dtype is torch.float16 and p.requires_grad and masters.of(p) is None for p in group["params"]):
+            warn_user(
+                f"the eps={eps:g} of {type(optimizer).__name__} is 0 in float16, in which it steps weights without "
+                "masters: where a gradient is small, the step divides by 0 and the weight is nan or inf. Pass an eps "
+                "of 1e-6 or more, or use opt_level='O2', or O3 in bfloat16 (cast_model_type=torch.bfloat16)"
+            )
+            return
 
 
 def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:

@@ -118,6 +118,7 @@ def test_a_wrapped_optimizers_own_load_keeps_float32_state(store: str) -> None:
     assert "load_state_dict" not in vars(inner)
 
 
+@pytest.mark.filterwarnings("ignore:the eps=1e-08")
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RMSprop", "Adamax", "SGD"])
 def test_the_hidden_step_of_dcp_changes_no_weight_at_o3(name: str) -> None:
     """In float16 an eps of 1e-8 is 0, and 0 divided by 0 would be nan."""

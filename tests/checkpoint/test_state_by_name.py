@@ -75,7 +75,7 @@ def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Pa
     by_name.assert_same(by_name.saved(again, resumed), end)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:the eps=")
 @pytest.mark.parametrize("level", [*by_name.LEVELS, "O3"])
 def test_what_a_full_state_lacks_keeps_its_bits(level: str) -> None:
     model, _ = by_name.build(level)

@@ -4,6 +4,7 @@ Below the public face: the criterion is tried on many tensors, without a model.
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,43 @@ def test_float64_constants_are_not_cast_and_not_named(level: str) -> None:
     model.references = nn.Buffer(model.references.double())
     mpinit.initialize(model, opt_level=level, verbosity=0)
     assert model.references.dtype is torch.float64 and model.references[2].item() == Energies().references[2].item()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-6])
+@pytest.mark.parametrize("comes", ["first", "later"])
+def test_eps_of_an_optimizer_that_is_0_in_float16_is_warned_of(comes: str, eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if comes == "first":
+            mpinit.initialize(model, optimizer, "O3", verbosity=0)
+        else:
+            mpinit.initialize(model, opt_level="O3", verbosity=0, await_optimizers=True)
+            mpinit.add_optimizers(optimizer)
+    x = torch.randn(8, 4)
+    x[:, 0] = 0.0
+    (model(x).square().mean() * 1e-3).backward()
+    optimizer.step()
+    assert bool(model.weight.isnan().any()) is (eps == 1e-8)
+    assert [bool(re.search(r"eps=1e-08 of Adam is 0 in float16.*O2", str(each.message))) for each in caught] == (
+        [True] if eps == 1e-8 else []
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "bfloat16", "fused"])
+def test_eps_of_an_optimizer_with_masters_or_in_bfloat16_is_fine(level: str) -> None:
+    model = nn.Linear(4, 4)
+    how = (
+        {"opt_level": "O3", "cast_model_type": BF16}
+        if level == "bfloat16"
+        else {"opt_level": "O3" if level == "fused" else level}
+    )
+    optimizer = torch.optim.Adam(model.parameters(), fused=level == "fused")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpinit.initialize(model, optimizer, verbosity=0, **how)
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)

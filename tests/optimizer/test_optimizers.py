@@ -279,6 +279,7 @@ def contrastive() -> nn.Module:
     return Parts(lambda self, x: self.layer(x) * self.logit_scale, **parts)
 
 
+@pytest.mark.filterwarnings("ignore:the eps=1e-08 of NAdam")
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
 def test_state_of_0_dimensional_weight_is_cast_without_masters(make: Callable[..., Optimizer]) -> None:
     """Step before ``initialize`` at O3, in the session, and after its undo, beside a run in float32."""

@@ -265,6 +265,7 @@ def test_replaced_parameters_are_freed_with_their_masters(level: str) -> None:
     assert [each() for each in gone] == [None] * 20
 
 
+@pytest.mark.filterwarnings("ignore:the eps=")
 @pytest.mark.parametrize("level", LEVELS)
 def test_parts_that_are_replaced_are_freed(level: str) -> None:
     """Trained and frozen parameters, buffers and masters. The undo gives float32 all the same."""
