@@ -262,22 +262,35 @@ class OptimizerParams:
         self._parts, self._opened = (-1, []), ()
         self.groups.forget_states()
 
+    @contextmanager
+    def only(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let steps in a block read and round the masters of some weights only; no others have gradients."""
+        kept, self._parts = self._parts, (self.generation, self._in_parts(weights))
+        try:
+            yield
+        finally:
+            self._parts = kept
+
     def _present_parts(self) -> list[Part]:
         """List the parts of the weights: several where they are stepped one by one, and of split masters."""
         self.sync()
         if self._parts[0] != self.generation:
-            of_weight = {id(master.weight): master for master in self.masters}
-            plain = [weight for weight in self.weights if id(weight) not in of_weight]
-            are_plain_divided = self._divides and self._states is not None
-            parts = [Part(own, own) for own in (in_buckets(plain) if are_plain_divided else [plain]) if own]
-            are_divided = self._divides or self._kind is MasterWeightsMode.SPLIT
-            for own in in_buckets(self.mastered) if are_divided else [self.mastered]:
-                masters = [of_weight[id(weight)] for weight in own]
-                if masters:
-                    batch = self.table.batch(masters, own[0].device)
-                    parts.append(Part(list(own), [master.parameter for master in masters], batch))
-            self._parts = self.generation, parts
+            self._parts = self.generation, self._in_parts(self.weights)
         return self._parts[1]
+
+    def _in_parts(self, weights: Sequence[nn.Parameter]) -> list[Part]:
+        of_weight = {id(master.weight): master for master in self.masters}
+        plain = [weight for weight in weights if id(weight) not in of_weight]
+        are_plain_divided = self._divides and self._states is not None
+        parts = [Part(own, own) for own in (in_buckets(plain) if are_plain_divided else [plain]) if own]
+        mastered = [weight for weight in weights if id(weight) in of_weight]
+        are_divided = self._divides or self._kind is MasterWeightsMode.SPLIT
+        for own in in_buckets(mastered) if are_divided else [mastered]:
+            masters = [of_weight[id(weight)] for weight in own]
+            if masters:
+                batch = self.table.batch(masters, own[0].device)
+                parts.append(Part(list(own), [master.parameter for master in masters], batch))
+        return parts
 
 
 def _without_memory(weight: nn.Parameter) -> nn.Parameter:

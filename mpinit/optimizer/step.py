@@ -3,7 +3,7 @@
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -169,19 +169,26 @@ class ManagedOptimizer:
         return result
 
     def _create_state(self, _: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step that only creates state, and restore the numbers: an optimizer may have divided 0 by 0 in it."""
-        restore = self._numbers()
+        """Run a step that only creates state, and restore the numbers: an optimizer may have divided 0 by 0 in it.
+
+        Only weights with a gradient are stepped, and the masters of others are not even read: a weight may contain
+        other values for a while, as for an evaluation.
+        """
+        self.params.sync()
+        stepped = [weight for weight in self.params.weights if weight.grad is not None]
+        restore = self._numbers(stepped)
         try:
-            return self.run_own(*args, **kwargs)
+            with self.params.only(stepped):
+                return self.run_own(*args, **kwargs)
         finally:
             restore()
 
-    def _numbers(self) -> Callable[[], None]:
+    def _numbers(self, weights: Sequence[nn.Parameter]) -> Callable[[], None]:
         """Copy the numbers of masters, and of weights without one; the function that is returned restores them."""
-        params, masters = self.params, self.shared.masters
-        mastered = set(map(id, params.mastered))
-        plain = [(p, p.detach().clone()) for p in params.weights if id(p) not in mastered]
-        of_masters = [(master, masters.values(master).clone()) for master in params.masters]
+        masters = self.shared.masters
+        found = [(weight, masters.of(weight)) for weight in weights]
+        plain = [(weight, weight.detach().clone()) for weight, master in found if master is None]
+        of_masters = [(master, masters.values(master).clone()) for _, master in found if master is not None]
 
         def restore() -> None:
             with torch.no_grad():
@@ -298,7 +305,7 @@ class ManagedOptimizer:
         """
         params = self.params
         casts = present_state() if is_on() else None
-        restore = self._numbers() if self.shared.plan.skips else None
+        restore = self._numbers(params.weights) if self.shared.plan.skips else None
 
         def evaluate() -> Any:
             with params.weights_in_groups(), CastsAs(casts) if casts is not None else nullcontext():

@@ -169,3 +169,18 @@ def test_saving_runs_no_hooks_of_the_step_and_keeps_gradients() -> None:
     assert all(weight.grad is grad for weight, grad in zip(model.parameters(), gradients, strict=True))
     optimizer.step()
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_values_of_an_evaluation_are_saved_and_lose_no_bits(store: str) -> None:
+    """Overwrite weights, save, and write the old values back: masters have all their bits."""
+    model, optimizer = build(store, "adamw")
+    train(model, optimizer, "one", 2)
+    before = copy.deepcopy(model.state_dict())
+    weights = list(optimizer.state)
+    trained = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 0.9)
+        TrainState(model, optimizer).state_dict()
+        torch._foreach_copy_(weights, trained)
+    assert_same(model.state_dict(), before, dtype=None)
