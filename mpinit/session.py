@@ -158,14 +158,14 @@ class Session:
         self.forwards = forward.patch_forwards(selection, plan, self.writes, self, self._undos)
         if selection.has_16_bit:
             for optimizer in optimizers:
-                copies.set_on_optimizer(optimizer, self.copies, self._undos)
-        push(partial(copies.remove_all, self.models))
-        copies.set_methods(index.names, self.copies, refuses_conversion=selection.has_16_bit)
-        if selection.has_16_bit:
+                copies.set_methods(optimizer, self.copies, self._undos)
             float32_state = state_dict.Float32State(self.casts, self.writes.entries, self.copies)
             push(float32_state.remove)
             float32_state.install(index.names)
             hide_gradients(self.models, self._undos)
+        else:  # only these have patches, which a copy must not have
+            for module in dict.fromkeys([*index.models, *(module for module, _ in selection.entry_points)]):
+                copies.set_methods(module, self.copies, self._undos)
 
         # Hooks of torch's functions and of optimizers.
         if plan.properties.patch_torch_functions or selection.has_16_bit or selection.gathered:
@@ -276,7 +276,7 @@ class Session:
                 failed.push(undos.unwind)
                 self.managed.add(optimizer, undos, owner=self)
                 warn_about_optimizer_eps(optimizer, self.masters)
-                copies.set_on_optimizer(optimizer, self.copies, undos)
+                copies.set_methods(optimizer, self.copies, undos)
                 original = self.casts.original_dtype
                 casts: dict[Any, Any] = {p: (original(p), p.dtype) for p in parameters_of([optimizer])}
                 casts = {p: dtypes for p, dtypes in casts.items() if dtypes[0] != dtypes[1]}

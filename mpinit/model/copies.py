@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.modules import modules_of, own_tensors, share_attributes
+from ..basics.modules import own_tensors, share_attributes
 from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
@@ -235,38 +235,31 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-def set_methods(modules: Iterable[nn.Module], copies: Float32Copies, refuses_conversion: bool) -> None:
-    """Let copies of modules be plain, and refuse conversions of modules that have 16-bit tensors."""
+def set_methods(owner: nn.Module | Optimizer, copies: Float32Copies, undos: UndoStack) -> None:
+    """Let copies of a model or an optimizer be plain."""
+    if not {_DEEPCOPY, _REDUCE} & vars(owner).keys():
+        kind: Any = _ModuleCopies if isinstance(owner, nn.Module) else _OptimizerCopies
+        method = kind(owner, copies)
+        undos.set_attribute(owner, _DEEPCOPY, method)
+        undos.set_attribute(owner, _REDUCE, method.reduce)
+
+
+def set_methods_of_all(modules: Iterable[nn.Module], copies: Float32Copies, refuses_conversion: bool) -> None:
+    """Let copies of the modules of models with 16-bit weights be plain, and refuse conversions."""
     for module in modules:
         own = vars(module)
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # its copies are made in C++
-        if _DEEPCOPY not in own or refuses_conversion:
-            method = _ModuleCopies(module, copies)
-            if _DEEPCOPY not in own:
-                own[_DEEPCOPY] = method
-                own.setdefault(_REDUCE, method.reduce)
-            if refuses_conversion:
-                own.setdefault(_APPLY, method.convert)
-
-
-def set_on_optimizer(optimizer: Optimizer, copies: Float32Copies, undos: UndoStack) -> None:
-    """Let copies of an optimizer have float32 weights."""
-    if not {_DEEPCOPY, _REDUCE} & vars(optimizer).keys():
-        method = _OptimizerCopies(optimizer, copies)
-        undos.set_attribute(optimizer, _DEEPCOPY, method)
-        undos.set_attribute(optimizer, _REDUCE, method.reduce)
+        if _DEEPCOPY in own or isinstance(module, torch.jit.ScriptModule):
+            continue  # the copies of a ScriptModule are made in C++
+        method = _ModuleCopies(module, copies)
+        own[_DEEPCOPY] = method
+        own.setdefault(_REDUCE, method.reduce)
+        if refuses_conversion:
+            own.setdefault(_APPLY, method.convert)
 
 
 def remove_methods(module: nn.Module) -> None:
-    """Remove the methods of :func:`set_methods` from a module."""
+    """Remove the methods of :func:`set_methods_of_all` from a module."""
     own = vars(module)
     for name in (_DEEPCOPY, _REDUCE, _APPLY):
         if isinstance(getattr(own.get(name), "__self__", own.get(name)), _ModuleCopies):
             del own[name]
-
-
-def remove_all(models: Iterable[nn.Module]) -> None:
-    """Remove the methods from all modules of models."""
-    for module in modules_of(*models):
-        remove_methods(module)

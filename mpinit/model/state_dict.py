@@ -51,12 +51,12 @@ class Float32State:
         self._rebuilt: list[str] = []
 
     def install(self, modules: Iterable[nn.Module]) -> None:
-        """Hook the modules of the models."""
+        """Hook the modules of the models, and let their copies be plain."""
         add_hooks = functools.partial(_add_hooks_to_new_part, weakref.ref(self), self.key)
         registered = UndoStack()
         self._stop_following = undo_when_dropped(self, registered.unwind)
         registered.push(register_module_module_registration_hook(add_hooks).remove)
-        self._hook(modules)
+        self._hook(modules, is_new=False)
 
     def remove(self) -> None:
         """Remove the hooks from every module that has them."""
@@ -72,9 +72,9 @@ class Float32State:
 
     def add_hooks(self, tree: nn.Module) -> None:
         """Hook a module and its submodules, unless they are hooked already, and let their copies be plain."""
-        copies.set_methods(self._hook(modules_of(tree)), self._copies, refuses_conversion=False)
+        self._hook(modules_of(tree), is_new=True)
 
-    def _hook(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    def _hook(self, modules: Iterable[nn.Module], is_new: bool) -> None:
         # Straight into the dicts: torch's methods make a handle for each hook, which needs many times as long.
         key = self.key
         export, after_load = _as_hook(self.export), _as_hook(self.after_load)
@@ -88,7 +88,8 @@ class Float32State:
                 hooks.move_to_end(key, last=False)
             module._load_state_dict_pre_hooks[key] = _BeforeLoad(module, self)
             module._load_state_dict_post_hooks[key] = after_load
-        return added
+        # A module that was added later may have to be converted first.
+        copies.set_methods_of_all(added, self._copies, refuses_conversion=not is_new)
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Replace a module's own 16-bit entries by float32 copies, after its ``state_dict()``."""
