@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import TreeCast
-from . import cudnn_weights
 from .cast_lists import CASTS_INSIDE, Cast, CastRow
 from .thread_flags import call_without_casts, device_types, is_on
 
@@ -73,8 +72,8 @@ def renamed(function: Function, original: Function, name: str) -> Function:
 
 def _for_device(row: CastRow, name: str, inner: Function, device: str) -> Function:
     """Make a function that calls ``inner``, with casts of the device's tensors while the device's casts are on."""
-    if device == "cuda" and row.name in cudnn_weights.NETWORKS:
-        return _recurrent(row.name, inner)
+    if device == "cuda" and row.name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return _recurrent(inner)
     if row.cast is Cast.LOWER_PRECISION:
         return _lower(row.arguments if device in CASTS_INSIDE else 0, inner, device)
     if row.cast is Cast.PROMOTE:
@@ -148,25 +147,22 @@ def _lower(leading: int, inner: Function, device: str) -> Function:
     return lower_precision_function
 
 
-def _recurrent(name: str, original: Function) -> Function:
+def _recurrent(original: Function) -> Function:
     """Run a recurrent network in bfloat16 on CUDA, where torch's autocast runs it in float16 whatever its dtype is.
 
     Casts to float16 are torch's own, which copies all weights into cuDNN's buffer at once, unless the weights have
-    several dtypes, which it refuses.
+    several dtypes, which it refuses. Other casts cuDNN copies at each call, and torch warns of that.
     """
 
     def recurrent_function(*args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
-        if not tensors or not torch.is_autocast_enabled("cuda"):
+        # The last list among the arguments; that of an LSTM's state comes before.
+        weights = [value for value in (*args, *kwargs.values()) if type(value) in _CONTAINERS][-1]
+        if not torch.is_autocast_enabled("cuda") or not weights[0].is_cuda:
             return original(*args, **kwargs)
-        dtype, are_usual = torch.get_autocast_dtype("cuda"), len(args) == cudnn_weights.ARGUMENTS
-        if dtype is torch.float16:
-            weights = cudnn_weights.weights_of(args) if are_usual else tensors
-            if len({weight.dtype for weight in weights}) == 1:
-                return original(*args, **kwargs)
+        dtype = torch.get_autocast_dtype("cuda")
+        if dtype is torch.float16 and len({weight.dtype for weight in weights}) == 1:
+            return original(*args, **kwargs)
         cast = [_cast(value, dtype, "cuda") for value in args]
-        if are_usual:
-            cudnn_weights.flatten_casts(name, args, cast)
         return call_without_casts(original, *cast, **{key: _cast(each, dtype, "cuda") for key, each in kwargs.items()})
 
     return recurrent_function

@@ -11,10 +11,12 @@ import torch
 from cast_samples import SAMPLES, Make, keywords, resolve, sample
 from casts import BF16, FP32, HALF, StartCasts
 from session_device import device
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from mpinit.autocast import thread_flags
 from mpinit.autocast.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.autocast.casters import wrapper
 from mpinit.autocast.forward_casts import ForwardCasts
 from mpinit.autocast.thread_flags import device_types
 
@@ -207,3 +209,26 @@ def test_wrappers_follow_the_flag_of_the_tensors_device(kind: str, start_casts: 
         assert x.exp().dtype is FP32
         assert torch.ones(2, dtype=HALF, device="meta").exp().dtype is HALF
     assert x.exp().dtype is HALF
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_recurrent_networks_on_cuda_get_one_dtype(is_mixed: bool, lower: torch.dtype) -> None:
+    """Check what arrives at torch's function, which casts to float16 by itself, with tensors that have no memory."""
+    received: list[list[torch.dtype]] = []
+    (row,) = (row for row in TORCH_POLICY if row.name == "lstm")
+    lstm = wrapper(row, "torch.lstm", lambda *args: received.append([x.dtype for x in floating(args)]), ("cuda",))
+    before = torch.get_autocast_dtype("cuda")
+    with FakeTensorMode():
+        weights = [
+            torch.empty(20, 6, device="cuda"),
+            torch.empty(20, 5, device="cuda", dtype=lower if is_mixed else FP32),
+        ]
+        state = (torch.empty(1, 2, 5, device="cuda"),) * 2
+        try:
+            torch.set_autocast_dtype("cuda", lower)
+            torch.set_autocast_enabled("cuda", True)
+            lstm(torch.empty(3, 2, 6, device="cuda"), state, weights, False, 1, 0.0, False, False, False)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
+    assert set(received[0]) == ({FP32} if lower is HALF and not is_mixed else {lower})
