@@ -471,10 +471,6 @@ def _described(session: Session) -> str:
             f"optimizer {index}, {type(optimizer).__name__}: {counted(done, 'step')} done, {skipped} "
             f"skipped, {in_a_row} of them in a row just now"
         )
-    waiting = session.managed.awaited_weights()
-    if waiting:
-        are = "waits" if len(waiting) == 1 else "wait"
-        lines.append(f"{counted(len(waiting), 'weight')} {are} for an optimizer: mpinit.add_optimizers")
     lines += [
         f"loss {index}: scale {scaler.loss_scale():g}, "
         f"{counted(scaler.unskipped, 'good backward pass', 'good backward passes')} since it moved"

@@ -196,15 +196,13 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     (in DistributedDataParallel, for instance); ``fully_shard`` comes before :func:`initialize`.
 
     Args:
-        optimizers: an optimizer over parameters of initialised models, or a list or tuple of them. An empty list: no
-            more are going to be added.
+        optimizers: an optimizer over parameters of initialised models, or a list or tuple of them.
 
     Returns:
         The same objects, as they were passed.
 
     Raises:
-        RuntimeError: the parameters are of no initialised model, or of several sessions; or an empty list was passed
-            and more than one session waits. Nothing was changed.
+        RuntimeError: the parameters are of no initialised model, or of several sessions. Nothing was changed.
         ValueError: an optimizer that is initialised already, or cannot be stepped with masters of the session's kind.
         TypeError: arguments that are no optimizers.
 
@@ -218,10 +216,6 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """
     listed = checks.as_optimizers(optimizers)
     checks.check_free([], listed)
-    if not listed:
-        for awaiting in registry.sessions_awaiting_optimizers():
-            awaiting.managed.awaits = False
-        return optimizers
     sessions: dict[Session, list[Optimizer]] = {}
     off: list[Optimizer] = []
     for optimizer in listed:

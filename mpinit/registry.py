@@ -131,14 +131,15 @@ def session_of(optimizer: Any) -> Session:
     if session is None:
         _refuse_dummies(optimizer)
         known = "; ".join(session.describe() for session in live()) or "there are none"
-        is_awaited = any(each.managed.awaits for each in live())
-        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if is_awaited else "")
         name = type(optimizer).__name__
         if not isinstance(optimizer, nn.Module) and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"pass an initialised model or optimizer, not {name}. Live sessions: {known}")
         if whole := whole_of(optimizer):
             raise RuntimeError(f"this {name} is {whole}")
-        raise RuntimeError(f"this {name} was not initialised: pass it to {first} first. Live sessions: {known}")
+        raise RuntimeError(
+            f"this {name} was not initialised: pass it to mpinit.initialize, or to mpinit.add_optimizers, first. Live "
+            f"sessions: {known}"
+        )
     return session
 
 
@@ -175,22 +176,6 @@ def session_for(optimizer: Optimizer) -> Session | None:
         "await_optimizers=True) before mpinit.add_optimizers, and make the optimizer from the parameters that the "
         f"model has then (fully_shard replaces them: call it first). Live sessions: {known}"
     )
-
-
-def sessions_awaiting_optimizers() -> list[Session]:
-    """List the live session that awaits optimizers; empty where there is none.
-
-    Raises:
-        RuntimeError: there are several.
-    """
-    awaiting = [session for session in live() if session.managed.awaits]
-    if len(awaiting) > 1:
-        named = "; ".join(session.describe() for session in awaiting)
-        raise RuntimeError(
-            f"which session is meant? Optimizers are awaited by {named}: "
-            "add the optimizers of all but one, or call mpinit.undo on those that are done with"
-        )
-    return awaiting
 
 
 def shared_session(optimizers: list[Optimizer]) -> Session | None:

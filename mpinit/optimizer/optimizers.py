@@ -5,7 +5,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Final
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -15,7 +14,7 @@ from ..basics.wrappers import unwrapped
 from ..config.plan import MasterWeightsMode, Plan
 from ..torch_internals.fused_sgd import steps_16_bit_wrongly
 from .gradients import Gradients
-from .members import Members, parameters_of, widen_state, wrapped_by
+from .members import Members, widen_state, wrapped_by
 from .methods import patch
 from .per_parameter import steps_per_parameter
 from .step import FIXED_SCALE, ManagedOptimizer, Shared
@@ -94,12 +93,6 @@ class ManagedOptimizers:
         self._managed.pop(optimizer, None)
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
-
-    def awaited_weights(self) -> list[nn.Parameter]:
-        """List the models' trainable parameters that no optimizer has yet; empty if no optimizer is awaited."""
-        stepped = {id(p) for p in parameters_of([*self._managed])}
-        weights = self.members.parameters() if self.awaits else ()
-        return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
     def all_gradients(self, own: Sequence[ManagedOptimizer], with_others: bool) -> list[Gradients]:
         """List the gradients of the optimizers ``own``, and all others that a loss may reach."""

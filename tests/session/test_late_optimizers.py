@@ -217,16 +217,6 @@ def test_gradients_of_an_earlier_loss_are_used(overflows: bool) -> None:
     close(model[-1].state_dict().values(), plain[-1].parameters())
 
 
-def test_describe_says_how_many_weights_wait() -> None:
-    model = waiting("O5")
-    assert "4 weights wait for an optimizer" in mpinit.describe(model)
-    optimizer = add_for(model[0])
-    assert "2 weights" in mpinit.describe(model)
-    mpinit.add_optimizers([])
-    assert "wait" not in mpinit.describe(model)
-    mpinit.undo(optimizer)
-
-
 @pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
 def test_add_optimizers_returns_its_arguments(box: Callable[..., Any]) -> None:
     models = [mlp(), mlp()]
@@ -267,8 +257,6 @@ def test_parameters_of_no_session_and_of_several() -> None:
         mpinit.add_optimizers(momentum(stranger.parameters()))
     with pytest.raises(RuntimeError, match="belong to several sessions"):
         mpinit.add_optimizers(momentum([*one.parameters(), *two.parameters()]))
-    with pytest.raises(RuntimeError, match="which session is meant"):
-        mpinit.add_optimizers([])
     first, second = mpinit.add_optimizers([momentum(one.parameters()), momentum(two.parameters())])
     assert registry.of(first) is registry.of(one) and registry.of(second) is registry.of(two)
     with pytest.raises(TypeError, match="optimizers must be"):
