@@ -17,7 +17,7 @@ from .basics.dtypes import is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
-from .basics.wrappers import inner_optimizers, wrapped_in
+from .basics.wrappers import wrapped_in
 from .config.plan import MasterWeightsMode, Plan
 from .distributed.sharding import (
     fsdp1_refusal,
@@ -135,11 +135,6 @@ def check(
         warn_about_small_eps(index, selection.float32_modules)
     if (plan.model_dtype if plan.cast_model else plan.function_dtype) is torch.bfloat16:
         warn_about_states(index, {*selection.float32_modules, *selection.computes}, plan.cast_model)
-    if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):
-        warn_user(
-            f"no parameter of {' and '.join(type(model).__name__ for model in models)} requires a gradient, so nothing "
-            "is trained: call requires_grad_() on the parameters to train, before backward() at the latest"
-        )
     if len(models) > 1 and not awaits and plan.makes_masters:
         warn_about_target_networks(index, optimizers)
     _check_process_group(process_group, index, plan)
@@ -266,31 +261,18 @@ def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[A
 def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits: bool) -> None:
     """Refuse optimizers over parameters of before the model was copied, but not over parameters of a loss."""
     own = {id(parameter) for _, parameter in index.parameters}
-    shapes = {parameter.shape: name for name, parameter in reversed(index.parameters)}
-    stray = {o: value for o in optimizers if (value := parameters_of([o]))}
-    for optimizer, value in list(stray.items()):
-        if not own or any(id(parameter) in own for parameter in value):
-            del stray[optimizer]
-        elif all(parameter.shape in shapes for parameter in value):
-            first = ", ".join(f"parameter {i} (shaped like {shapes[p.shape]!r})" for i, p in enumerate(value[:3]))
-            raise ValueError(
-                f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the "
-                f"shapes of theirs: {first}. It was made before the model was copied or moved, or from another: make "
-                "the optimizer from the parameters of the model passed to mpinit.initialize"
-            )
-    if stray and len(stray) == len(optimizers) and not awaits:
-        expression, others = inner_optimizers(optimizers[0])
-        if others:
-            raise ValueError(
-                f"this {type(optimizers[0]).__name__} steps no weight of the models, and has {len(others)} optimizers "
-                f"that do, which hooks step inside of the backward pass: pass those, {expression}, at a level without "
-                "a loss scale, such as O5"
-            )
+    shapes = {parameter.shape for _, parameter in index.parameters}
+    stepped = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
+    stray = {o: ps for o, ps in stepped.items() if own and ps and not any(id(p) in own for p in ps)}
+    # The optimizer of a loss has parameters of other shapes, and comes with one of the model's.
+    replaced = [o for o, ps in stray.items() if all(p.shape in shapes for p in ps)]
+    if replaced or (len(stray) == len(optimizers) > 0 and not awaits):
         raise ValueError(
-            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to "
-            f"the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be trained: "
-            "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, pass the "
-            "model's optimizer too, or await_optimizers=True if that comes later"
+            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in replaced or stray)} "
+            f"belongs to the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be "
+            "trained: make the optimizer from model.parameters(), after the model was copied or moved for the last "
+            "time. Where it is for a loss with parameters of its own, pass the model's optimizer too, or "
+            "await_optimizers=True if that comes later"
         )
 
 

@@ -129,7 +129,6 @@ def session_of(optimizer: Any) -> Session:
     """
     session = of(optimizer)
     if session is None:
-        _refuse_dummies(optimizer)
         known = "; ".join(session.describe() for session in live()) or "there are none"
         name = type(optimizer).__name__
         if not isinstance(optimizer, nn.Module) and not hasattr(optimizer, "param_groups"):
@@ -141,17 +140,6 @@ def session_of(optimizer: Any) -> Session:
             f"sessions: {known}"
         )
     return session
-
-
-def _refuse_dummies(optimizer: Any) -> None:
-    """Refuse an optimizer that steps none of the weights, and has others that do."""
-    expression, others = wrappers.inner_optimizers(optimizer)
-    if others:
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} steps no weight of an initialised model. It has {len(others)} optimizers "
-            f"that do, in hooks inside of the backward pass: pass those, {expression}, to mpinit.initialize or "
-            "mpinit.add_optimizers, at a level without a loss scale, such as O5"
-        )
 
 
 def session_for(optimizer: Optimizer) -> Session | None:
@@ -166,7 +154,6 @@ def session_for(optimizer: Optimizer) -> Session | None:
             f"the parameters of this {name} belong to several sessions, and an optimizer steps in one: "
             f"{'; '.join(session.describe() for session in sessions)}. Make one for the parameters of each"
         )
-    _refuse_dummies(optimizer)
     ids = {id(p) for model in disabled if isinstance(model, nn.Module) for p in model.parameters()}
     if any(id(parameter) in ids for parameter in parameters):
         return None

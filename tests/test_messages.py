@@ -110,11 +110,6 @@ def shared_with_kept() -> None:
     initialize(model, opt_level="O2")
 
 
-def frozen() -> None:
-    model = Net().requires_grad_(False)
-    mpinit.initialize(model, sgd(model), "O5")
-
-
 MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "model is text": (lambda: initialize("model"), TypeError, "torch.nn.Module", "str"),
     "model is None": (lambda: initialize(None), TypeError, "torch.nn.Module", "NoneType"),
@@ -144,7 +139,6 @@ MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "scripted": (scripted, ValueError, "ScriptModule", "torch.jit.trace"),
     "memory is shared": (shared_memory, ValueError, "memory", "view"),
     "fourth positional": (lambda: initialize(NET, OPTIMIZER, "O2", True), TypeError, "initialize()", "positional"),
-    "nothing is trained": (frozen, UserWarning, "requires_grad_()", "Net"),
     "O1 on 16-bit weights": (lambda: initialize(Net().half(), opt_level="O1"), UserWarning, "float32", "O2"),
 }
 NET = Net()

@@ -1,6 +1,6 @@
 """Unwrapping of optimizers and models, by attributes that other libraries document for their wrappers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -50,21 +50,6 @@ def wrapped_in(wrapper: Any) -> Any:
         names, kind = _OPTIMIZERS, Optimizer  # type: ignore[assignment]
     found = (getattr(wrapper, name, None) for name in names)
     return next((each for each in found if isinstance(each, kind) and each is not wrapper), None)
-
-
-def inner_optimizers(optimizer: Any) -> tuple[str, list[Optimizer]]:
-    """Find the optimizers that another one has in a dict or list, as Transformers' layer-wise dummy does.
-
-    Returns:
-        The expression of them, such as ``list(optimizer.optimizer_dict.values())``, and they; "" and none if there are
-        none.
-    """
-    for name, value in getattr(optimizer, "__dict__", {}).items():
-        is_mapping = isinstance(value, Mapping)
-        members = list(value.values()) if is_mapping else value
-        if isinstance(members, (list, tuple)) and members and all(isinstance(each, Optimizer) for each in members):
-            return f"list(optimizer.{name}.values())" if is_mapping else f"optimizer.{name}", list(members)
-    return "", []
 
 
 def iter_unwrapped(model: nn.Module) -> Iterator[nn.Module]:

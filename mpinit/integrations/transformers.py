@@ -10,7 +10,6 @@ import torch
 
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
-from ..basics.wrappers import inner_optimizers
 from ..config.reading import check_level, check_names
 from ..pretrained import with_configs
 from . import named, require
@@ -194,7 +193,7 @@ def _layer_wise(trainer: Any, created: Any) -> list[Any]:
     Raises:
         ValueError: gradients are scaled, and would be stepped before they are unscaled.
     """
-    optimizers = inner_optimizers(registry.unwrapped(created))[1]
+    optimizers = list(getattr(registry.unwrapped(created), "optimizer_dict", {}).values())
     session = registry.of(trainer.model)
     if optimizers and session is not None and session.view.scales_losses:
         raise ValueError(

@@ -710,23 +710,6 @@ def test_layer_wise_optimizers_are_refused_with_a_scale(galore: dict[str, Any], 
         trained("llama", tmp_path, {"opt_level": "O2"}, **galore)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_dummy_optimizer_names_the_optimizers_that_step(late: bool) -> None:
-    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
-
-    model = torch.nn.Linear(2, 2)
-    dummy = LayerWiseDummyOptimizer({p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
-    if late:
-        mpinit.initialize(model, opt_level="O5", await_optimizers=True)
-    with pytest.raises((RuntimeError, ValueError), match="optimizer_dict") as caught:
-        mpinit.add_optimizers(dummy) if late else mpinit.initialize(model, dummy, "O5")
-    assert "LayerWiseDummyOptimizer steps no weight" in str(caught.value)
-    others = list(dummy.optimizer_dict.values())
-    mpinit.add_optimizers(others) if late else mpinit.initialize(model, others, "O5")
-    with pytest.raises(RuntimeError, match="steps no weight"), mpinit.scale_loss(torch.ones(()), dummy):
-        pass
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, model"])
 def test_embeddings_resized_before_enable(name: str, level: str, tmp_path: Path) -> None:
