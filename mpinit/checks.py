@@ -113,6 +113,7 @@ def check(
                 "example data first, make the optimizer, then call mpinit.initialize"
             )
     _check_not_shared(index, plan)
+    _check_stepped_by_one_session(index, optimizers, plan)
     for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):
         if any(isinstance(entry, str) for entry in entries):
             _check_names_of_modules(index, keyword, entries)
@@ -240,6 +241,23 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
                     "them. Pass all models and optimizers that belong together in one call of mpinit.initialize, or "
                     "call mpinit.undo on the other first"
                 )
+
+
+def _check_stepped_by_one_session(index: ModelIndex, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuse an optimizer of one session for weights that another one casts: it would not step their masters."""
+    own_ids = index.tensor_ids()
+    for session in registry.live():
+        found: list[Optimizer] = []
+        if session.properties.casts_to_16_bit:
+            found += [optimizer for optimizer in optimizers if session.has_one_of(parameters_of([optimizer]))]
+        if plan.properties.casts_to_16_bit:
+            found += [o for o in session.optimizers if not own_ids.isdisjoint(map(id, parameters_of([o])))]
+        if found:
+            raise ValueError(
+                f"this {type(found[0]).__name__} steps weights of {session.describe()} and of another session. "
+                "Pass all models and optimizers that belong together in one call of mpinit.initialize, or make an "
+                "optimizer for the weights of each"
+            )
 
 
 def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[Any]) -> None:

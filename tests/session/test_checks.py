@@ -138,6 +138,19 @@ def test_sessions_that_share_a_cast_module_are_refused(one: str, other: str) -> 
     quietly(second, other)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("is_stepped_first", [True, False])
+def test_optimizer_over_weights_of_two_sessions(is_stepped_first: bool, level: str) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1)
+    calls: list[tuple[nn.Module, list[torch.optim.Optimizer]]] = [(one, [optimizer]), (other, [])]
+    (first, its_optimizers), (second, others) = calls if is_stepped_first else calls[::-1]
+    mpinit.initialize(first, its_optimizers, level)
+    with refused("this SGD steps weights of session", "one call", "an optimizer for the weights of each"):
+        mpinit.initialize(second, others, level)
+    assert second.weight.dtype is F32 and "forward" not in vars(second)
+
+
 def test_a_shared_parameter_in_modules_of_their_own() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
