@@ -285,11 +285,12 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
     # The optimizer of a loss has parameters of other shapes, and comes with one of the model's.
     replaced = [o for o, ps in stray.items() if all(p.shape in shapes for p in ps)]
     if replaced or (len(stray) == len(optimizers) > 0 and not awaits):
+        kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in replaced or stray)
         raise ValueError(
-            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in replaced or stray)} "
-            f"belongs to the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be "
-            "trained: make the optimizer from model.parameters(), after the model was copied or moved for the last "
-            "time. Where it is for a loss with parameters of its own, pass the model's optimizer too, or "
+            f"none of the parameters of {' and '.join(kinds)} belongs to the models "
+            f"({', '.join(type(model).__name__ for model in index.models)}), which would not be trained: make the "
+            "optimizer from model.parameters(), after the model was copied or moved for the last time. Where it is for "
+            "a loss with parameters of its own, pass the model's optimizer too, or "
             "await_optimizers=True if that comes later"
         )
 
