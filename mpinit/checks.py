@@ -112,6 +112,11 @@ def check(
                 f"{name!r} is not initialised yet (a lazy module): run one forward pass on "
                 "example data first, make the optimizer, then call mpinit.initialize"
             )
+        if props.casts_to_16_bit and isinstance(tensor, nn.Parameter) and tensor.is_inference():
+            raise ValueError(
+                f"{name!r} was made in torch.inference_mode(), where torch counts no writes: make the model outside of "
+                "that block, or under torch.no_grad()"
+            )
     _check_not_shared(index, plan)
     _check_stepped_by_one_session(index, optimizers, plan)
     for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):

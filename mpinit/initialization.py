@@ -144,6 +144,7 @@ def initialize(
     )
 
 
+@torch.inference_mode(False)  # weights and masters that are made in inference mode cannot be trained
 def start(
     models: Any,
     optimizers: Any,
@@ -188,6 +189,7 @@ def start(
     return models if optimizers is None else (models, optimizers)
 
 
+@torch.inference_mode(False)
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Add optimizers made after :func:`initialize`, with masters, as ``initialize(model, optimizer)`` does.
 
@@ -230,6 +232,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
+@torch.inference_mode(False)
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Undo what :func:`initialize` did: weights become their float32 masters, bit for bit, and all patches go.
 

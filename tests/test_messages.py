@@ -94,6 +94,12 @@ def lazy_module() -> None:
     initialize(nn.Sequential(nn.LazyLinear(3)), opt_level="O2")
 
 
+def made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = Net()
+    initialize(model, opt_level="O2")
+
+
 def scripted() -> None:
     initialize(torch.jit.trace(nn.Linear(4, 4), X), opt_level="O2")
 
@@ -136,6 +142,7 @@ MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "an optimizer's class": (lambda: initialize(NET, torch.optim.Adam), TypeError, "class Adam", "object"),
     "the level second": (lambda: initialize(NET, "O5"), TypeError, "optimizers", "str"),
     "lazy": (lazy_module, ValueError, "lazy", "forward"),
+    "inference tensors": (made_in_inference_mode, ValueError, "inference_mode", "no_grad"),
     "scripted": (scripted, ValueError, "ScriptModule", "torch.jit.trace"),
     "memory is shared": (shared_memory, ValueError, "memory", "view"),
     "fourth positional": (lambda: initialize(NET, OPTIMIZER, "O2", True), TypeError, "initialize()", "positional"),

@@ -45,6 +45,25 @@ def test_redundant_keywords_are_accepted(level: str, keywords: dict[str, Any]) -
     assert model(torch.ones(1, 2)).dtype is plain(torch.ones(1, 2)).dtype
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_it_may_be_called_in_inference_mode(level: str) -> None:
+    case, states = CASES["transformer"], []
+    for is_inside in (False, True):
+        model = case.build()
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(half, 0.01) for half in (parameters[::2], parameters[1::2])]
+        with torch.inference_mode(is_inside):
+            mpinit.initialize(model, optimizers[0], level, loss_scale=1.0)
+            mpinit.add_optimizers(optimizers[1])
+        for optimizer in optimizers:
+            train(model, optimizer, case.batches(2), case.loss)
+        with torch.inference_mode(is_inside):
+            mpinit.undo(model)
+        train_plainly(model, optimizers[0], case.batches(2), case.loss)
+        states.append(model.state_dict())
+    assert equal_tensors(*states)
+
+
 @pytest.mark.parametrize("came_in", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_16_bit_weights_are_accepted_with_a_log_line(
