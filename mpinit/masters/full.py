@@ -155,7 +155,7 @@ class FullMasters(Masters):
         self.check_data([master])
         master.follow_device()
         parameter: torch.Tensor = TENSOR_DETACH(master.parameter)
-        if self.are_in_model or not _have_both_numbers(master):
+        if not _have_both_numbers(master):
             return parameter
         weight_moved, master_moved = self._moved(master)
         if master_moved or (master.is_compared and not weight_moved):
@@ -176,9 +176,7 @@ class FullMasters(Masters):
 
     # -- writes of the user's -----------------------------------------------------------------------------------------
 
-    def follow_writes(self) -> None:
-        if self.are_in_model:
-            return
+    def _follow_writes(self) -> None:
         if not self.counts_writes:
             self.check_data(self)
             return

@@ -174,7 +174,6 @@ class Masters(ABC):
                 given = self.names.of(weight), weight.dtype, tuple(weight.shape)
                 raise RuntimeError(_OTHER_DATA.format(*given, master.dtype, tuple(shape)))
 
-    @abstractmethod
     def follow_writes(self) -> None:
         """Round masters that users have written to into their weights; at a forward, a step, and before a read.
 
@@ -184,6 +183,12 @@ class Masters(ABC):
             RuntimeError: the data of a weight has another dtype or shape, or a weight and its master were both written
                 to, differently.
         """
+        if not self.are_in_model:
+            self._follow_writes()
+
+    @abstractmethod
+    def _follow_writes(self) -> None:
+        """Do the same outside of these blocks."""
 
     @abstractmethod
     def hand_out(self, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -80,9 +80,8 @@ class SplitMasters(Masters):
         """List the weights: their masters are in memory only while a step runs."""
         return list(weights)
 
-    def follow_writes(self) -> None:
-        if not self.are_in_model:
-            self.check_data(self)
+    def _follow_writes(self) -> None:
+        self.check_data(self)
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))

@@ -65,13 +65,12 @@ def _on_masters(managed: ManagedOptimizer, optimizer: Optimizer, name: str) -> C
     known, own = weakref.ref(optimizer), unbound(optimizer, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        optimizer, params, masters = known(), managed.params, managed.shared.masters
+        optimizer, params = known(), managed.params
         if not managed.is_patched or params.is_open:
             return own(optimizer, *args, **kwargs)
         what = f"optimizer.{name}()"
         managed.check_outside(what)
-        masters.refuse_inside_block(what)
-        masters.follow_writes()
+        managed.shared.masters.follow_writes()
         with CastsAs(), params.masters_in_groups_for_load() if name == _LOAD else params.masters_in_groups():
             result = own(optimizer, *args, **kwargs)
         renew_weight_casts()

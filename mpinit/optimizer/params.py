@@ -82,7 +82,7 @@ class OptimizerParams:
 
     def sync(self) -> None:
         """Read the groups again if they have changed, and make masters of weights that were unfrozen."""
-        if self.is_open or self.table.are_in_model:
+        if self.is_open:
             return
         is_unfrozen = self._frozen and any([weight.requires_grad for weight in self._frozen])  # noqa: C419
         if is_unfrozen or not self.generation or not self.groups.are_as_seen():

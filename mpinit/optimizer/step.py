@@ -202,7 +202,6 @@ class ManagedOptimizer:
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step, without hooks, on masters."""
         optimizer = self.optimizer
-        self.shared.masters.refuse_inside_block(f"{type(optimizer).__name__}.step()")
         step = self._beneath_hooks or self.inner
         with CastsAs() if is_on() else nullcontext(), torch.profiler.record_function(self._name):
             result = self.params.run(functools.partial(step, optimizer, *args, **kwargs))
@@ -346,7 +345,7 @@ class ManagedOptimizer:
         self._lacks_gradients = not have_grads(self.params.weights)
 
     def check_outside(self, what: str, instead: str = _LATER) -> None:
-        """Refuse to use gradients inside of a block.
+        """Refuse to use gradients or masters inside of a ``scale_loss`` or ``float32_weights`` block.
 
         Args:
             what: the call that would use them.
@@ -355,6 +354,7 @@ class ManagedOptimizer:
         Raises:
             RuntimeError: a block is open.
         """
+        self.shared.masters.refuse_inside_block(what)
         # At scale 1 a hook of the backward pass may step weights whose gradients are complete.
         if self.gradients.is_scaled or (self.gradients.is_open and current_pass() == -1):
             raise RuntimeError(_INSIDE_BLOCK.format(what, instead))

@@ -762,6 +762,7 @@ IN_BLOCKS: dict[str, tuple[Any, str]] = {
     "scale_loss": (lambda model, optimizer: pass_of(model, optimizer, batch()), "before or after the with-block"),
     "backward": (lambda model, optimizer: model(batch()).sum().backward(), "torch.no_grad"),
     "undo": (lambda model, optimizer: mpinit.undo(model), "before or after the with-block"),
+    "masters": (lambda _, optimizer: list(mpinit.master_params(optimizer)), "before or after the with-block"),
     "replace": (lambda model, _: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 4))), "with copy_"),
     "tie": (lambda model, _: setattr(model, "tied", model[0].weight), "tie weights outside"),
     "freeze": (lambda model, _: model[0].requires_grad_(False), "the model's own parameters"),
