@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, Literal, Never, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -13,7 +14,7 @@ from . import checks, registry
 from .basics.patching import UndoStack, for_each, undo_dropped
 from .config.loss_scale import DynamicLossScale
 from .config.plan import CastPolicy, make_plan
-from .config.properties import KeptInputs, KeptModules
+from .config.properties import KeptInputs, KeptModules, Properties
 from .config.reading import DEFAULT_LEVEL, NO_PROPERTIES, PROPERTIES, Config, check_names, resolve
 from .distributed.ddp import compare_disabled
 from .distributed.sharding import is_distributed
@@ -120,6 +121,7 @@ def initialize(
     Raises:
         ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.
         TypeError: arguments that are no modules or optimizers.
+        RuntimeError: it was called at O1 or O4 in inference mode.
 
     Example:
         >>> import torch, mpinit
@@ -144,7 +146,24 @@ def initialize(
     )
 
 
-@torch.inference_mode(False)  # weights and masters that are made in inference mode cannot be trained
+def _outside_inference_mode(properties: Iterable[Properties] = ()) -> AbstractContextManager[Any]:
+    """Return a block outside of inference mode: weights and masters that are made in it cannot be trained.
+
+    Only where there is such a mode to leave, because the end of the block restores the autocast flags of its beginning.
+
+    Raises:
+        RuntimeError: it is inference mode, whose end would restore the flags of O1 and O4, too.
+    """
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    if any(each.patch_torch_functions is True for each in properties):
+        raise RuntimeError(
+            "O1 and O4 switch the casts of this thread, and the end of torch.inference_mode() would switch them back: "
+            'call mpinit outside of that block, or initialize with patch_torch_functions="model"'
+        )
+    return torch.inference_mode(False)
+
+
 def start(
     models: Any,
     optimizers: Any,
@@ -173,15 +192,16 @@ def start(
         selection = checks.check(model_list, optimizer_list, plan, await_optimizers, process_group)
         session = Session(level, plan, await_optimizers, process_group)
         failed = UndoStack()
-        try:
-            session.apply(selection, optimizer_list, failed)
-            registry.add(session)
-            if selection.has_16_bit:
-                save_in_float32(session)
-            session.begin()
-        except BaseException:
-            failed.unwind()
-            raise
+        with _outside_inference_mode([props]):
+            try:
+                session.apply(selection, optimizer_list, failed)
+                registry.add(session)
+                if selection.has_16_bit:
+                    save_in_float32(session)
+                session.begin()
+            except BaseException:
+                failed.unwind()
+                raise
     else:
         if is_distributed():
             compare_disabled(model_list, process_group)
@@ -189,7 +209,6 @@ def start(
     return models if optimizers is None else (models, optimizers)
 
 
-@torch.inference_mode(False)
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Add optimizers made after :func:`initialize`, with masters, as ``initialize(model, optimizer)`` does.
 
@@ -223,7 +242,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     for optimizer in listed:
         session = registry.session_for(optimizer)
         (off if session is None else sessions.setdefault(session, [])).append(optimizer)
-    with UndoStack() as undos:
+    with _outside_inference_mode(), UndoStack() as undos:
         for joined, members in sessions.items():
             undos.push(joined.add_optimizers(members))
     for joined in sessions:
@@ -232,7 +251,6 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
-@torch.inference_mode(False)
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Undo what :func:`initialize` did: weights become their float32 masters, bit for bit, and all patches go.
 
@@ -244,7 +262,7 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
     Raises:
         ValueError: an object that is not initialised (any more).
         RuntimeError: it was called in a ``scale_loss`` or ``float32_weights`` block, or at O1 or O4 in a
-            ``torch.autocast`` block that began after ``initialize``.
+            ``torch.autocast`` block that began after ``initialize``, or in inference mode.
         Exception: a part of it has failed. Everything else was undone; call it again for the part that failed.
 
     Example:
@@ -268,7 +286,8 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
             nothing = "not initialised, so there is nothing to undo: one undo() reverts a whole initialize() call"
             raise ValueError(f"this {type(owner).__name__} is {whole or nothing}")
     try:
-        for_each(Session.undo, sorted(found, key=lambda session: -session.number))
+        with _outside_inference_mode(session.properties for session in found):
+            for_each(Session.undo, sorted(found, key=lambda session: -session.number))
     finally:
         registry.enable(listed)
     undo_dropped()

@@ -94,6 +94,11 @@ def lazy_module() -> None:
     initialize(nn.Sequential(nn.LazyLinear(3)), opt_level="O2")
 
 
+def o1_in_inference_mode() -> None:
+    with torch.inference_mode():
+        mpinit.initialize(nn.Linear(2, 2), opt_level="O1")
+
+
 def made_in_inference_mode() -> None:
     with torch.inference_mode():
         model = Net()
@@ -142,6 +147,7 @@ MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "an optimizer's class": (lambda: initialize(NET, torch.optim.Adam), TypeError, "class Adam", "object"),
     "the level second": (lambda: initialize(NET, "O5"), TypeError, "optimizers", "str"),
     "lazy": (lazy_module, ValueError, "lazy", "forward"),
+    "casts in inference mode": (o1_in_inference_mode, RuntimeError, "inference_mode", "patch_torch_functions"),
     "inference tensors": (made_in_inference_mode, ValueError, "inference_mode", "no_grad"),
     "scripted": (scripted, ValueError, "ScriptModule", "torch.jit.trace"),
     "memory is shared": (shared_memory, ValueError, "memory", "view"),
