@@ -163,7 +163,7 @@ def test_composed_losses_bound_before_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = types.ModuleType("users")
-    vars(module).update(__file__="/home/users.py", mine=F.gaussian_nll_loss, right=F.cross_entropy)
+    vars(module).update(__file__="/home/users.py", mine=F.gaussian_nll_loss, right=F.cross_entropy, too=F.mse_loss)
     monkeypatch.setitem(sys.modules, "users", module)
     with caplog.at_level("WARNING", "mpinit"):
         mpinit.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
