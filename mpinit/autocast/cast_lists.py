@@ -144,6 +144,11 @@ _UPSAMPLE: Final = (
     "N:_upsample_bilinear2d_aa N:upsample_trilinear3d N:upsample_bicubic2d N:_upsample_bicubic2d_aa"
 )
 
+# Losses that are written in Python: there is no kernel to wrap.
+COMPOSED_LOSS_ROWS: Final = tuple(
+    _rows(Cast.FP32, "F", "gaussian_nll_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss", _NOWHERE)
+)
+
 LOSS_ROWS: Final = (
     _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
     _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),
@@ -153,9 +158,7 @@ LOSS_ROWS: Final = (
     *_losses("N", "smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss"),
     *_losses("t", "poisson_nll_loss triplet_margin_loss kl_div cosine_embedding_loss hinge_embedding_loss"),
     *_losses("t", "margin_ranking_loss binary_cross_entropy_with_logits"),
-    # Written in Python: there is no kernel to wrap.
-    *_rows(Cast.FP32, "F", "gaussian_nll_loss multilabel_soft_margin_loss", _NOWHERE),
-    *_rows(Cast.FP32, "F", "triplet_margin_with_distance_loss", _NOWHERE),
+    *COMPOSED_LOSS_ROWS,
 )
 
 _FP32_ROWS: Final = (

@@ -15,7 +15,7 @@ from ..basics.logs import log
 from ..basics.patching import InterruptsDelayed, Undo, UndoStack, undo_when_dropped
 from ..config.plan import Plan
 from . import cpu_autocast_list, encoder_fast_path
-from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
+from .cast_lists import APEX_POLICY, COMPOSED_LOSS_ROWS, TORCH_POLICY, Cast, wrapped_on
 from .casters import renamed, user_wrapper, without_casts, wrapper
 from .float32_sums import FLOAT32_SUMS
 from .thread_flags import device_types, is_on, thread_state
@@ -66,14 +66,11 @@ class Installation:
         token = object()
         with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
-            before = set(self._wrappers)
-            self._sessions[token] = _SUMS_ONLY if plan.function_dtype is None else plan.cast_policy
+            kind = _SUMS_ONLY if plan.function_dtype is None else plan.cast_policy
+            is_first = kind not in self._sessions.values()
+            self._sessions[token] = kind
             self._refresh()
-            # Methods are looked up when they are called: no module has one as a global.
-            new = {
-                key: f"{each.__module__}.{each.__name__}" for key, each in self._wrappers.items() if key not in before
-            }
-            for where, name in bound_elsewhere(new, None, users_only=True):
+            for where, name in self._bound_before(kind) if is_first else ():
                 log.warning(
                     "%s was imported from torch before mpinit.initialize and keeps the function without casts: call "
                     "it as %s, or import it after initialize",
@@ -141,6 +138,17 @@ class Installation:
                 if id(original) not in shared:
                     shared[id(original)] = wrapper(row, name, original, devices)
                 self._set(owner, attribute, shared[id(original)])
+
+    def _bound_before(self, kind: str) -> Iterator[tuple[str, str]]:
+        """Find names in the user's modules that were bound to a function before it was wrapped; skip methods."""
+        found: dict[int, str] = {}
+        # Losses that have a kernel are wrapped there, whoever calls them.
+        for row in COMPOSED_LOSS_ROWS if kind is _SUMS_ONLY else TORCH_POLICY:
+            for name in row.wraps if wrapped_on(row, device_types()) else ():
+                owner, attribute = resolve_owner(name)
+                if (id(owner), attribute) in self._originals and owner is not torch.Tensor:
+                    found.setdefault(id(self._originals[id(owner), attribute]), name)
+        return bound_elsewhere(found, None, users_only=True)
 
     def _set(self, owner: Any, name: str, function: Any) -> None:
         original = self._originals.setdefault((id(owner), name), getattr(owner, name))
