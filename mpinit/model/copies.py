@@ -206,7 +206,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuse to change the dtype of tensors with masters, or to replace them by other parameters."""
+    """Refuse to change the dtype of tensors with masters."""
     tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     changed = [dtype for dtype in dtypes if _converted(fn, dtype) != dtype]
@@ -217,13 +217,6 @@ def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tens
             "mpinit.initialize keep_fp32; for a float32 copy use copy.deepcopy(model); to convert the model itself "
             "call mpinit.undo(model) first"
         )
-    for flag in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
-        if getattr(torch.__future__, f"get_{flag}")() and any(map(is_16_bit, tensors)):
-            raise RuntimeError(
-                f"torch.__future__.set_{flag}(True) replaces parameters where {type(module).__name__} is moved, and "
-                "mpinit.initialize has made float32 masters for them: set it to False, or move the model before "
-                "mpinit.initialize"
-            )
 
 
 def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:

@@ -197,22 +197,12 @@ def _as_hook(method: Callable[..., None], *first: Any) -> Any:
 
 
 def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
-    """Refuse, before anything is loaded, options of loading that replace 16-bit tensors by others."""
-    assigns = metadata.get("assign_to_params_buffers")
-    if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
-        return
-    if any(is_16_bit(tensor) for part in module.modules() for _, tensor in own_tensors(part)):
-        asked, instead = (
-            ("load_state_dict(assign=True)", "load with assign=False")
-            if assigns
-            else (
-                "load_state_dict with torch.__future__.set_swap_module_params_on_conversion(True)",
-                "set it to False while loading",
-            )
-        )
+    """Refuse, before anything is loaded, the option that replaces 16-bit tensors by others."""
+    tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
+    if metadata.get("assign_to_params_buffers") and any(map(is_16_bit, tensors)):
         raise RuntimeError(
-            f"{asked} would replace tensors that mpinit.initialize has cast and an optimizer may have masters of; "
-            f"{instead}, or load before mpinit.initialize"
+            "load_state_dict(assign=True) would replace tensors that mpinit.initialize has cast and an optimizer may "
+            "have masters of; load with assign=False, or load before mpinit.initialize"
         )
 
 

@@ -309,16 +309,3 @@ def test_half_of_an_initialised_model_is_refused() -> None:
     model.to("cpu", memory_format=torch.channels_last)
     model.share_memory()
     assert model.norm.weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("flag", ["swap_module_params_on_conversion", "overwrite_module_params_on_conversion"])
-def test_moving_while_parameters_are_replaced_is_refused(flag: str) -> None:
-    model, _ = start("O5")
-    weight = model.first.weight
-    getattr(torch.__future__, f"set_{flag}")(True)
-    try:
-        with pytest.raises(RuntimeError, match=f"set_{flag}.*set it to False"):
-            model.to("cpu")
-    finally:
-        getattr(torch.__future__, f"set_{flag}")(False)
-    assert model.first.weight is weight
