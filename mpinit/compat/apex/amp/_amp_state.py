@@ -7,12 +7,6 @@ from .... import amp as mp
 from ... import _core
 from .scaler import LossScaler
 
-# The keywords of initialize that apex's properties have.
-_OPTIONS = (
-    *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
-    *("master_weights", "loss_scale", "cast_model_outputs"),
-)
-
 
 def training_session() -> Any:
     """Return the latest session with optimizers, or else the latest. A teacher's session has none, and no loss.
@@ -60,7 +54,7 @@ class AmpState:
         if not live and not self.disabled:
             raise AttributeError("amp has no properties before amp.initialize(...)")
         latest = None if self.disabled else live[-1]
-        options = {name: getattr(latest.properties, name) if latest else None for name in _OPTIONS}
+        options = dict(latest.properties) if latest else dict.fromkeys(mp.Properties.model_fields)
         options |= {"enabled": latest is not None, "opt_level": latest.opt_level if latest else None}
         return SimpleNamespace(options=options, **options)
 

@@ -94,17 +94,9 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
 
 def _share_scalers(session: Any) -> None:
     """Make earlier sessions of this face use a session's loss scalers: apex has one list of scalers."""
-    others = [
-        earlier
-        for earlier in _core.live_sessions()
-        if earlier is not session and earlier.optimizers and earlier.view.cast_policy == "apex"
-    ]
-    for earlier in others:
-        earlier.scalers[:] = session.scalers
-    if others and _amp_state.verbosity > 0:
-        kind = "dynamic" if session.scalers[0].is_dynamic else "static: overflows are not looked for"
-        named = "; ".join(earlier.describe() for earlier in others)
-        log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)
+    for earlier in _core.live_sessions():
+        if earlier.optimizers and earlier.view.cast_policy == "apex":
+            earlier.scalers[:] = session.scalers
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

@@ -1,6 +1,5 @@
 """DistributedDataParallel with apex's arguments."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import distributed as dist
 from torch import nn
 
 from ....amp import float32_allreduce_hook
-from ....basics.logs import log
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -24,7 +22,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             parameter. Default False.
         allreduce_always_fp32: reduce 16-bit gradients in float32. Default False.
         gradient_average: False is refused, because torch always averages. Default True.
-        **ignored: the names of apex in ``_IGNORED``. torch needs none of them; a line in the log names them once.
+        **ignored: the names of apex in ``_IGNORED``. torch needs none of them.
     """
 
     _IGNORED = (
@@ -47,7 +45,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"DistributedDataParallel has no argument {unknown[0]!r}; it ignores {', '.join(self._IGNORED)}"
             )
-        _log_ignored_once(tuple(name for name, value in ignored.items() if value not in (None, False, 1)))
         if not gradient_average:
             raise ValueError(
                 "gradient_average=False: torch's DistributedDataParallel averages gradients over processes: omit it, "
@@ -68,12 +65,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         """Reduce gradients again from the next forward on."""
         self.require_backward_grad_sync = True
-
-
-@functools.cache
-def _log_ignored_once(names: tuple[str, ...]) -> None:
-    if names:
-        log.info("DistributedDataParallel: %s is for apex's engine, and torch's ignores it", ", ".join(names))
 
 
 class Reducer:
