@@ -19,8 +19,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..basics.bulk import Tables, are_same
 from ..basics.modules import share_attributes
@@ -30,7 +28,6 @@ from ..distributed.sharding import fsdp2_refusal, is_distributed, is_managed_by_
 from ..torch_internals.float32_gradients import cast_together
 from ..torch_internals.parameter_data import Watched, versions_of
 
-_COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 # Tensors of other dtypes are never cast.
 _CAST: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -258,18 +255,13 @@ class ForwardWeights(OfModule):
         try:
             modules, layout = self._modules_to_enter()
             active = _ActiveCasts(modules, layout, weights.of(layout))
-            computed: dict[str, torch.Tensor] = {}
             written: list[int] = []
             ACTIVE_CASTS.append(active)
             try:
                 active.swap_in()
                 weights.entered.update(modules)
-                if module._forward_pre_hooks:
-                    self._cast_computed(computed)
                 yield
             finally:
-                for name, values in computed.items():
-                    setattr(module, name, values)
                 weights.entered.difference_update(modules)
                 written = active.swap_out()
                 ACTIVE_CASTS[:] = [each for each in ACTIVE_CASTS if each is not active]
@@ -341,15 +333,6 @@ class ForwardWeights(OfModule):
         parameters = [each for each in self.parameters() if not hasattr(type(each), "__tensor_flatten__")]
         names = {name for parameter in parameters for name in parameter.__dict__}
         return sorted(name for name in names if not name.startswith("_dynamo"))
-
-    def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
-        """Cast the tensors that pre-hooks (weight_norm, pruning) computed in float32 before :meth:`cast` began."""
-        for hook in self.module._forward_pre_hooks.values():
-            name = hook.name if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
-            values = vars(self.module).get(name) if isinstance(name, str) else None
-            if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != self.casts.dtype:
-                computed[str(name)] = values
-                setattr(self.module, str(name), values.to(self.casts.dtype))
 
 
 def _refuse_traced_write(tensor: torch.Tensor, reason: str) -> None:

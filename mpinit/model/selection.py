@@ -21,6 +21,8 @@ from ..distributed.sharding import check_groups, gathered_dtypes
 from .entry_points import entry_points
 
 _NUMEL: Final[Any] = torch.Tensor.numel
+# Attributes of classes, which objects may have as well.
+_DECLARE_FLOAT32: Final = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +141,13 @@ def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.T
     diffusers the first is for both.
     """
     found: dict[str, torch.Tensor] = {}
-    for path, module in index.named_modules if is_lower_precision(dtype) else ():
-        asked = set(_attribute(module, "_keep_in_fp32_modules_strict") or ())
+    kinds = {kind for kind in set(map(type, index.names)) if any(hasattr(kind, name) for name in _DECLARE_FLOAT32)}
+    for path, module in index.named_modules if kinds and is_lower_precision(dtype) else ():
+        if type(module) not in kinds:
+            continue
+        listed, strictly = (getattr(module, name, None) or () for name in _DECLARE_FLOAT32)
+        asked = set(strictly)
         if dtype is torch.float16 or type(module).__module__.startswith("diffusers."):
-            listed = _attribute(module, "_keep_in_fp32_modules") or ()
             asked |= {listed} if isinstance(listed, str) else set(listed)
         if not asked:
             continue
@@ -152,11 +157,6 @@ def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.T
             if name.startswith(prefix) and tensor.is_floating_point() and pattern.search(name.removeprefix(prefix)):
                 found[name] = tensor
     return found
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    """Return an attribute, or None, without ``nn.Module.__getattr__``, which is slow where there is none."""
-    return vars(module).get(name, getattr(type(module), name, None))
 
 
 def _kept_by_name(index: ModelIndex, patterns: Sequence[str]) -> set[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from loops import backward
 from models import CASES, Parts, equal_tensors
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from weights_in_forward import BF16, F32, is_float32_outside, start
@@ -502,14 +502,6 @@ def test_a_renamed_parameter_is_cast_there() -> None:
         model(torch.ones(1, 4))
     assert list(model._parameters) == ["other"]
     is_float32_outside(model)
-
-
-def test_weights_computed_by_hooks_of_the_model_itself() -> None:
-    model = nn.Linear(4, 4)
-    prune.random_unstructured(model, "weight", 0.5)
-    start(model)
-    assert model(torch.ones(1, 4)).dtype is F32
-    assert model.weight.dtype is F32
 
 
 def test_what_comes_in_16_bit_is_trained_in_float32() -> None:
