@@ -22,7 +22,7 @@ from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
 from ..optimizer.hooks import inside_hooks
 from ..session import Session
-from .copies import copy_of_optimizer, refuse_lazy, same_random_numbers
+from .copies import copy_of_optimizer, same_random_numbers
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
 # The configurations that the report compares with the present one.
@@ -141,7 +141,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
-        ValueError: the model has a lazy module that has not run.
+        ValueError: the model has a lazy module that has not run: torch's error.
 
     Example:
         >>> import torch, mpinit
@@ -155,7 +155,6 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit needs a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
-    refuse_lazy(model)
     sessions = registry.all_sharing(model)
     passed = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     optimizers = [registry.unwrapped(each) for each in passed]

@@ -35,13 +35,6 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
             return model
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Raise a ValueError if a parameter of the model has no shape yet."""
-    lazy = next((name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)), None)
-    if lazy is not None:
-        raise ValueError(f"{lazy!r} is not initialised yet (a lazy module): run one forward pass on example data first")
-
-
 def session_to_run(model: nn.Module, tool: str) -> Session | None:
     """Return the session with whose casts a model runs; None if it has none.
 

@@ -20,7 +20,6 @@ from .copies import (
     forward_refused,
     inside_wrappers,
     plain_copy,
-    refuse_lazy,
     same_random_numbers,
     session_to_run,
 )
@@ -141,7 +140,7 @@ def explain(
         model: a module, initialised or not. Of a compiled module, and of a DistributedDataParallel, the module inside
             runs. Pass a whole initialised model, not a part of it.
         args, kwargs: the arguments of the call, with any shapes and dtypes that the model accepts.
-        loss: a function from the output to a 0-dimensional loss, for the backward pass too. Default None: forward only.
+        loss: a function from the output to a loss, one number, for the backward pass too. Default None: forward only.
         opt_level: "O0" to "O5", only for a model that is not initialised. Default None: the model runs without casts
             of mpinit.
 
@@ -151,7 +150,8 @@ def explain(
     Raises:
         ValueError: the level is unknown, the model is initialised already or is a part of an initialised model, or the
             model cannot be copied.
-        TypeError: ``model`` is not a module, ``loss`` is not a function, or its result is not 0-dimensional.
+        TypeError: ``model`` is not a module, or ``loss`` is not a function.
+        RuntimeError: the loss has more than one number: torch's error.
 
     Example:
         >>> import torch, mpinit
@@ -173,7 +173,6 @@ def explain(
             f"the model was initialised already, in {session.describe()}: drop opt_level={opt_level!r} to see "
             "what that session does, or call mpinit.undo on it first to see what another level would do"
         )
-    refuse_lazy(model)
     with same_random_numbers():
         copied, (args, kwargs) = plain_copy(model, "explain the part that can be copied"), copied_inputs(args, kwargs)
         in_force: Any = nullcontext()
@@ -195,13 +194,10 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
         return
     with torch.enable_grad():
         value = loss(model(*args, **kwargs))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            returned = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"loss must return a tensor with one number, not {returned}")
         leaves = [leaf for leaf in (*model.parameters(), *tensors_in((args, kwargs))) if leaf.requires_grad]
         if value.requires_grad and leaves:
             # inputs=, so that no other tensor that the loss uses gets a gradient.
-            torch.autograd.backward(value.reshape(()) if value.dim() else value, inputs=leaves)
+            torch.autograd.backward(value, inputs=leaves)
 
 
 class _Recording:

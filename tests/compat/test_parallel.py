@@ -99,6 +99,6 @@ def test_fused_answers_in_inputs_dtype_and_mixed_in_weights(kind: str, dtype: to
 
 
 @pytest.mark.parametrize("kind", ["MixedFusedLayerNorm", "MixedFusedRMSNorm"])
-def test_mixed_norms_without_weights_are_refused(kind: str) -> None:
-    with pytest.raises(RuntimeError, match=r"use Fused\w+\(elementwise_affine=False\)"):
-        getattr(norms, kind)(4, elementwise_affine=False)
+def test_mixed_norms_without_weights_keep_the_inputs_dtype(kind: str) -> None:
+    norm = getattr(norms, kind)(4, elementwise_affine=False)
+    assert norm(torch.randn(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

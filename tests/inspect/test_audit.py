@@ -289,7 +289,7 @@ def test_complex_parameters_are_measured() -> None:
 
 
 def test_lazy_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\)"):
+    with pytest.raises(ValueError, match="LazyModule"):
         mpinit.audit(nn.LazyLinear(2))
 
 

@@ -16,11 +16,6 @@ class _Norm(nn.Module):
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
-        if self._is_mixed and not elementwise_affine:
-            kind = type(self).__name__
-            raise RuntimeError(
-                f"{kind} has weights; without them use {kind.removeprefix('Mixed')}(elementwise_affine=False)"
-            )
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
@@ -57,12 +52,12 @@ class FusedRMSNorm(_Norm, nn.RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """:class:`FusedLayerNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
+    """:class:`FusedLayerNorm` whose result has the weight's dtype."""
 
     _is_mixed = True
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """:class:`FusedRMSNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
+    """:class:`FusedRMSNorm` whose result has the weight's dtype."""
 
     _is_mixed = True
