@@ -949,6 +949,29 @@ def test_undo_keeps_gradients_in_float32(store: str) -> None:
         assert gradient is not None and gradient.dtype is torch.float32 and gradient.tolist() == [[1.0, 1.0]]
 
 
+def test_one_buffer_under_all_gradients_counts_with_model_masters() -> None:
+    model, plain = two_layers(), two_layers()
+    trained = []
+    for each in (model, plain):
+        optimizer = sgd(each)
+        if each is model:
+            mpinit.initialize(model, optimizer, "O5", master_weights="model")
+        parameters = list(each.parameters())
+        buffer = torch.zeros(sum(p.numel() for p in parameters))
+        for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for _ in range(3):
+            buffer.zero_()
+            loss = each(torch.ones(2, 4)).square().sum()
+            with mpinit.scale_loss(loss, optimizer) if each is model else contextlib.nullcontext(loss) as scaled_loss:
+                scaled_loss.backward()
+            buffer.mul_(1e-3)  # as a user's own all-reduce or clipping
+            optimizer.step()
+        trained.append(torch.cat([p.detach().flatten() for p in parameters]))
+    start = torch.cat([p.detach().flatten() for p in two_layers().parameters()])
+    assert (trained[0] - trained[1]).norm() < 0.02 * (trained[1] - start).norm()
+
+
 # -- Rule 8: overflow is handled as in torch.amp -----------------------------------------------------------------------
 
 SCALE = 1024.0
