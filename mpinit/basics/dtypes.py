@@ -44,19 +44,33 @@ def is_lower_precision(dtype: torch.dtype) -> bool:
     return dtype in LOWER_PRECISION
 
 
-def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``values.to(dtype)``; finite values that would overflow become the largest number of ``dtype``."""
-    if not may_overflow(values.dtype, dtype):
-        return values.to(dtype)
-    largest = torch.finfo(dtype).max
-    if is_lower_precision(values.dtype):
-        values = values.float()  # bfloat16 has no 65,504: a clamp in it would return 65,536
-    return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
-
-
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
     """Return whether finite values of ``source`` may overflow in ``dtype``."""
     return torch.finfo(source).max > torch.finfo(dtype).max
+
+
+# (dtype of a tensor, dtype of its cast) -> the largest number of the latter; absent if no number can overflow. The dict
+# is complete from the beginning, because torch.compile would recompile a forward after an entry was added.
+_LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
+    (source, dtype): torch.finfo(dtype).max
+    for source in (torch.float64, torch.float32, *LOWER_PRECISION)
+    for dtype in (torch.float32, *LOWER_PRECISION)
+    if may_overflow(source, dtype)
+}
+
+
+def cast_within_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tensor.to(dtype)``; a finite number that would overflow becomes the largest of ``dtype``.
+
+    No number is read, which would be a device sync on an accelerator.
+    """
+    largest = _LARGEST.get((tensor.dtype, dtype))
+    if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.to(dtype)
+    # bfloat16 has no 65,504: a clamp in it would return 65,536.
+    values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
+    # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
+    return values.clamp(-largest, largest).add_(values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
 
 
 def as_float32(gradient: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..autocast.forward_casts import ForwardCasts
-from ..basics.dtypes import LOWER_PRECISION, is_lower_precision, may_overflow
+from ..basics.dtypes import cast_within_range, is_lower_precision
 from ..basics.running import current_pass, is_tracing_symbolically
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..config.plan import KeepInputPredicate
@@ -135,7 +135,7 @@ class Boundary:
 
     def _cast_of_inputs(self) -> TensorCast:
         """Return the function that casts an input: the user's stay finite, those between parts of a model may not."""
-        return cast_input if current_forward.dtype is None else torch.Tensor.to
+        return cast_within_range if current_forward.dtype is None else torch.Tensor.to
 
     def _call_with_tensor(
         self,
@@ -165,29 +165,6 @@ class Boundary:
         if type(output) is torch.Tensor:
             return output.to(output_dtype) if output.is_floating_point() else output
         return TreeCast(output_dtype, {id(passed): tensor} if keeps_identity else None)(output)
-
-
-# (dtype of the tensor, dtype of the cast) -> the largest number of the latter; absent if no number can overflow. The
-# dict is complete from the beginning, because torch.compile would recompile a forward after an entry was added.
-_LARGEST: Final[dict[tuple[torch.dtype, torch.dtype], float]] = {
-    (source, dtype): torch.finfo(dtype).max
-    for source in (torch.float64, torch.float32, *LOWER_PRECISION)
-    for dtype in LOWER_PRECISION
-    if may_overflow(source, dtype)
-}
-
-
-def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast an input; a finite number that would overflow becomes the largest of ``dtype``, and stays finite.
-
-    No number is read, which would be a device sync on an accelerator.
-    """
-    largest = _LARGEST.get((tensor.dtype, dtype))
-    if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.to(dtype)
-    values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
-    # The second term restores inf and nan. For finite numbers it is too small to change the clamped number.
-    return values.clamp(-largest, largest).add_(values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
 
 
 def caller_dtype(
