@@ -1,6 +1,5 @@
 """Checks of the arguments of ``initialize``, made before anything is changed."""
 
-import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
-from .basics.tables import counted
+from .basics.tables import counted, nearest
 from .basics.wrappers import wrapped_in
 from .config.plan import MasterWeightsMode, Plan
 from .distributed.sharding import (
@@ -35,8 +34,6 @@ from .model.shared_memory import check_memory
 from .optimizer.members import parameters_of, trained_by
 from .optimizer.optimizers import check_optimizers
 
-# How many names a message lists where none is near.
-_LISTED: Final = 6
 _KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a torch.optim.Optimizer"}
 
 
@@ -271,14 +268,8 @@ def _check_names_of_modules(index: ModelIndex, keyword: str, entries: Sequence[A
     names = [*modules, *(dict(index.named_tensors()) if keeps else ())]
     for pattern in entries:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            most = near or modules[:_LISTED] or names[:_LISTED]
-            hint = f"; {'near it are' if near else 'there are'} {', '.join(map(repr, most))}" if most else ""
-            more = " and others" if not near and len(names) > len(most) else ""
-            raise ValueError(
-                f"{keyword}={pattern!r} matches no module{hint}{more}. Names are those of model.named_modules()"
-                + (", or of parameters and buffers" if keeps else "")
-            )
+            tensors = ", parameter or buffer" if keeps else ""
+            raise ValueError(f"{keyword}={pattern!r} is the name of no module{tensors}{nearest(pattern, names)}")
 
 
 def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits: bool) -> None:

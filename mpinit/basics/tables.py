@@ -2,6 +2,10 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Final
+
+# How many names a message lists where none is near: a model has hundreds.
+_LISTED: Final = 30
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
@@ -25,9 +29,10 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return what to append to a message about an unknown name: the nearest known one, or all."""
+    """Return what to append to a message about an unknown name: the nearest known one, or those that there are."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(known)}"
+    listed = [*known[:_LISTED], *(["and others"] if len(known) > _LISTED else [])]
+    return f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(listed) or 'none'}"
 
 
 def bytes_text(count: float) -> str:

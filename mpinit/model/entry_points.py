@@ -10,6 +10,7 @@ from torch import nn
 
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
+from ..basics.tables import nearest
 from ..config.plan import KeepInputPredicate
 
 
@@ -52,10 +53,8 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     ]
     parts = [(at, part) for model in models for at, part in model.named_modules() if at]
     known += [f"{at}.{method}" for at, part in parts if _is_method(part, method)]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     kinds = ", ".join(type(model).__name__ for model in models)
-    return f"entry_points={name!r} names no method of {kinds}{hint or '.'} Pass names such as 'encode' or 'part.encode'"
+    return f"entry_points={name!r} is no method of {kinds}, as 'encode' or 'part.encode'{nearest(name, known)}"
 
 
 def check_argument_names(index: ModelIndex, methods: Sequence[tuple[nn.Module, str]], patterns: Sequence[Any]) -> None:
@@ -71,8 +70,8 @@ def check_argument_names(index: ModelIndex, methods: Sequence[tuple[nn.Module, s
             continue
         if not any(one.accepts_any and pattern != one.keywords for one in known):
             raise ValueError(
-                f"keep_inputs={pattern!r} is no argument of forward or of an entry point. Their arguments are "
-                f"{', '.join(map(repr, there_are)) or 'none'}. To keep a part of one, make it a separate argument"
+                f"keep_inputs={pattern!r} is no argument of forward or of an entry point (to keep a part of one, make "
+                f"it a separate argument){nearest(pattern, there_are)}"
             )
         near = difflib.get_close_matches(pattern, there_are, n=1, cutoff=0.75)
         if near:
