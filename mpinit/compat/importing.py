@@ -133,6 +133,9 @@ MISSING: Final = {
         _OLD_SCALERS, "torch.amp.GradScaler, or mpinit.initialize(..., loss_scale=...) and mpinit.scale_loss"
     ),
     "apex.optimizers.FusedMixedPrecisionLamb": f"apex.optimizers.FusedLAMB with {_LEVEL_2}",
+    "apex.optimizers.FusedNovoGrad": (
+        "timm.optim.NvNovoGrad, which is FusedNovoGrad(reg_inside_moment=True, bias_correction=False)"
+    ),
     "apex.parallel.multiproc": "torchrun --nproc-per-node N -m mpinit run script.py",
 }
 

@@ -14,7 +14,7 @@ import torch
 from loops import iterate
 
 import mpinit
-from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 from mpinit.optimizer import parts
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -137,7 +137,7 @@ def test_lamb_clips_the_norm_of_all_groups_together(limit: float | None) -> None
     torch.testing.assert_close(train(make), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdagrad])
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedAdagrad])
 def test_optimizers_equal_a_loop_over_masters(kind: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -170,46 +170,11 @@ def test_adagrad() -> None:
     torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
 
 
-def novograd(wd: float, inside: bool, fix: bool, average: bool, largest: bool, zero: bool) -> Step:
-    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
-        norm = g.abs().max() if largest else g.norm()
-        before = s.get("v", torch.zeros_like(norm) if zero else norm)
-        s["v"] = 0.98 * before + 0.02 * norm if largest else (0.98 * before**2 + 0.02 * norm**2).sqrt()
-        corrections = (1 - 0.9 ** s["t"], (1 - 0.98 ** s["t"]) ** 0.5) if fix else (1.0, 1.0)
-        scale = s["v"] / corrections[1] + 1e-8
-        s["m"] = 0.9 * s.get("m", 0) + (0.1 if average else 1.0) * (g / scale + wd * w if inside else g)
-        m = s["m"] / corrections[0]
-        return w - 0.1 * (m if inside else m / scale + wd * w)
-
-    return step
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("fix", [True, False])
-@pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize(("average", "zero"), [(True, False), (False, True)])
-def test_novograd(inside: bool, fix: bool, largest: bool, average: bool, zero: bool) -> None:
-    given: dict[str, Any] = {"reg_inside_moment": inside, "bias_correction": fix, "grad_averaging": average}
-    given |= {"norm_type": 0 if largest else 2, "init_zero": zero, "betas": (0.9, 0.98), "weight_decay": 0.05}
-    got = train(lambda p: FusedNovoGrad(p, lr=0.1, **given))
-    expected = expect(novograd(0.05, inside, fix, average, largest, zero))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_state_of_apexs_own_novograd_is_refused() -> None:
-    optimizer = FusedNovoGrad(weights())
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["exp_avg_sq"] = [torch.ones(0), torch.ones(2)]
-    with pytest.raises(ValueError, match="begin with a new optimizer"):
-        optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-def test_sparse_gradients_are_refused_before_anything_moves(kind: Any) -> None:
+def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     table, other = torch.nn.Embedding(4, 2, sparse=True), torch.nn.Parameter(torch.ones(2))
-    optimizer = kind([other, table.weight], lr=0.1)
+    optimizer = FusedLAMB([other, table.weight], lr=0.1)
     (table(torch.tensor([1])).sum() + other.sum()).backward()
-    with pytest.raises(RuntimeError, match=f"{kind.__name__} takes no sparse gradients"):
+    with pytest.raises(RuntimeError, match="FusedLAMB takes no sparse gradients"):
         optimizer.step()
     assert torch.equal(other, torch.ones(2))
 
@@ -226,7 +191,6 @@ EVERY = [
     pytest.param(lambda p: FusedSGD(p, lr=0.1, momentum=0.9), id="sgd"),
     pytest.param(lambda p: FusedLAMB(p, lr=0.1, use_nvlamb=True), id="lamb"),
     pytest.param(lambda p: FusedAdagrad(p, lr=0.1), id="adagrad"),
-    pytest.param(lambda p: FusedNovoGrad(p, lr=0.1, reg_inside_moment=True), id="novograd"),
 ]
 
 
@@ -310,9 +274,8 @@ def test_a_checkpoint_in_apexs_form_goes_on(kind: Any) -> None:
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(RuntimeError, match="amsgrad"):
         FusedAdam(weights(), amsgrad=True)
-    for kind in (FusedLAMB, FusedNovoGrad):
-        with pytest.raises(RuntimeError, match="AMSGrad"):
-            kind(weights(), amsgrad=True)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedLAMB(weights(), amsgrad=True)
 
 
 def test_sgd_steps_parameters_that_become_16_bit_later() -> None:

@@ -1,7 +1,6 @@
-"""What the fused optimizers share: apex's options, checkpoints of apex and torch, and steps by foreach operations."""
+"""What the fused optimizers share: apex's options, and checkpoints of apex and torch."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,40 +37,6 @@ class OverTorch(ApexOptimizer):
                 if key in state:
                     state[key].setdefault("step", torch.tensor(float(steps), dtype=torch.float32, device="cpu"))
         super().load_state_dict({**state_dict, "state": state, "param_groups": filled})
-
-
-class ByForeach(ApexOptimizer, ABC):
-    """An optimizer whose update is written here. All parameters are on one device, as in apex."""
-
-    @abstractmethod
-    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
-        """Update parameters that have a gradient, a list of them for each group."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return the closure's loss, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        groups = [(group, params) for group, params in groups if params]
-        if any(p.grad.is_sparse for _, params in groups for p in params):
-            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients: use torch.optim.SparseAdam for them")
-        for group, _ in groups:
-            # Counted for each group, as in apex, whose checkpoints have the number there.
-            group["step"] = group.get("step", 0) + 1
-        if groups:
-            self.update(groups)
-        return loss
-
-
-def bias_corrections(group: dict[str, Any]) -> tuple[float, float]:
-    """Return what the two moments of a group are divided by."""
-    if not group["bias_correction"]:
-        return 1.0, 1.0
-    beta1, beta2 = group["betas"]
-    return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

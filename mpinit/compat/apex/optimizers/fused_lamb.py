@@ -1,15 +1,15 @@
 """FusedLAMB: LAMB with a global clip of gradients, for BERT pre-training, under apex's name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ._shared import ByForeach, bias_corrections
+from ._shared import ApexOptimizer
 
 
-class FusedLAMB(ByForeach):
-    """LAMB by torch's foreach operations.
+class FusedLAMB(ApexOptimizer):
+    """LAMB by torch's foreach operations. All parameters are on one device, as in apex.
 
     The update is that of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019),
     algorithm 2, with apex's options::
@@ -66,11 +66,29 @@ class FusedLAMB(ByForeach):
         defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults)
 
-    def update(self, groups: list[tuple[dict[str, Any], list[Any]]]) -> None:
-        """Update the parameters of each group by the norm of the gradients of all."""
-        norms = torch._foreach_norm([p.grad for _, params in groups for p in params], 2, torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return the closure's loss, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        present = [p.grad for _, params in groups for p in params]
+        if not present:
+            return loss
+        if any(grad.is_sparse for grad in present):
+            raise RuntimeError("FusedLAMB takes no sparse gradients: use torch.optim.SparseAdam for them")
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present, 2, torch.float32)))
         for group, params in groups:
+            if not params:
+                continue
+            # Counted for each group, as in apex, whose checkpoints have the number there.
+            group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
             decay, limit = group["weight_decay"], group["max_grad_norm"]
             for p in params:
@@ -86,11 +104,11 @@ class FusedLAMB(ByForeach):
             torch._foreach_add_(moments, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-            first, second = bias_corrections(group)
-            denominators = torch._foreach_div(squares, second)
+            corrects, count = group["bias_correction"], group["step"]
+            denominators = torch._foreach_div(squares, 1 - beta2**count if corrects else 1.0)
             torch._foreach_sqrt_(denominators)
             torch._foreach_add_(denominators, group["eps"])
-            updates = torch._foreach_div(moments, first)
+            updates = torch._foreach_div(moments, 1 - beta1**count if corrects else 1.0)
             torch._foreach_div_(updates, denominators)
             if decay and self.adam_w_mode:
                 torch._foreach_add_(updates, params, alpha=decay)
@@ -100,3 +118,4 @@ class FusedLAMB(ByForeach):
                     has_ratio = (weight_norm != 0) & (update_norm != 0)
                     update.mul_(torch.where(has_ratio, weight_norm / update_norm, torch.ones_like(weight_norm)))
             torch._foreach_add_(params, updates, alpha=-group["lr"])
+        return loss
