@@ -134,6 +134,7 @@ class Session:
         targets = dict(selection.targets)
         for weight in trained if plan.makes_masters else ():
             self.masters.add(weight, targets.get(weight, weight.dtype))
+        self.ranks.check_shards()
         mastered = {id(master.weight) for master in self.masters}
         widen_states(optimizers, widened)
         targets |= dict.fromkeys(widened, torch.float32)

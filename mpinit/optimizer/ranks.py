@@ -61,6 +61,15 @@ _UNREDUCED: Final = (
     "set_requires_all_reduce(False)). They are in no weight.grad, so mpinit.scale_loss can neither scale nor unscale "
     "them. Reduce in every pass, or train without a loss scale: opt_level='O5', or loss_scale=1.0"
 )
+_FLOAT32_GRADIENTS: Final = "grad_dtype=torch.float32 does not work with {}: leave grad_dtype out, or {}"
+_IN_BUCKETS: Final = (
+    "DistributedDataParallel, which reduces gradients in the 16-bit dtype of the weights",
+    "use master_weights='model', with which it reduces float32",
+)
+_IN_SHARDS: Final = (
+    "16-bit parameters of FSDP2 before torch 2.15, which casts their gradients to 16 bits",
+    "load the model in float32 before fully_shard, and leave master_weights=True: FSDP2 then reduces float32",
+)
 
 
 class Ranks:
@@ -121,6 +130,12 @@ class Ranks:
             check_at_initialize(settings, parameters, self._process_group)
             self.groups = groups_of(parameters, self._process_group)
 
+    def check_shards(self) -> None:
+        """Refuse float32 gradients of weights that FSDP2 has sharded in 16 bits."""
+        is_asked = self._masters.grad_dtype is not None and torch.__version__ < "2.15"
+        if is_asked and any(master.is_sharded for master in self._masters):
+            raise ValueError(_FLOAT32_GRADIENTS.format(*_IN_SHARDS))
+
     def check_present(self) -> None:
         """Check that the models still have the parameters that optimizers step; see :meth:`.Members.check_present`."""
         self._members.check_present([master.weight for master in self._masters])
@@ -132,6 +147,8 @@ class Ranks:
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
         elif is_ddp(wrapper) and self._is_of_models(module):
             self.check_present()
+            if self._masters.grad_dtype is not None and len(self._masters) > 0:
+                raise ValueError(_FLOAT32_GRADIENTS.format(*_IN_BUCKETS))
             self._share_values(module, wrapper.process_group)
             self._wrappers.add(wrapper)
 

@@ -157,6 +157,22 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
 
 @ranks(2)
+def test_float32_gradients_of_16_bit_weights_are_refused() -> None:
+    """Refuse them where DDP wraps the model; with "model" masters they train."""
+    for masters in (True, "split", "model"):
+        model = CASE.build()
+        optimizer = sgd_of(model)
+        mpinit.initialize(model, optimizer, "O5", master_weights=masters, grad_dtype=torch.float32)
+        if masters == "model":
+            train(DistributedDataParallel(model), optimizer, [mine(CASE.batches(1)[0])], CASE.loss)
+            assert mpinit.step_counts(optimizer) == (1, 0)
+        else:
+            with refused(ValueError, "grad_dtype=torch.float32", "DistributedDataParallel", "master_weights='model'"):
+                DistributedDataParallel(model)
+        mpinit.undo(model)
+
+
+@ranks(2)
 def test_a_step_inside_of_backward_is_refused() -> None:
     """Step in backward by torch's hook, as in one process."""
     model, optimizer = build("O5", seed=0)

@@ -566,3 +566,21 @@ def test_kept_parameters_in_a_group_with_others() -> None:
     state = engines.whole(model.state_dict())
     engines.assert_one(state)
     assert not torch.equal(state["router.weight"], Routed().router.weight)
+
+
+@ranks(2)
+def test_float32_gradients_of_16_bit_shards() -> None:
+    """Train them from torch 2.15 on, and refuse them before, where FSDP2 would fail in the backward pass."""
+    for dtype, masters in ((F32, True), (F32, "split"), (BF16, True), (BF16, "split")):
+        model = fully_shard(engines.CASE.build().to(dtype), mesh=engines.mesh(2))
+        optimizer = engines.sgd_of(model)
+        given: Any = {"master_weights": masters, "grad_dtype": torch.float32}
+        if (dtype is BF16 or masters == "split") and torch.__version__ < "2.15":
+            with engines.refused(ValueError, "grad_dtype=torch.float32", "FSDP2", "in float32 before fully_shard"):
+                mpinit.initialize(model, optimizer, "O5", **given)
+            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+            continue
+        mpinit.initialize(model, optimizer, "O5", **given)
+        train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(2)], engines.CASE.loss)
+        assert mpinit.step_counts(optimizer) == (2, 0)
+        mpinit.undo(model)
