@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from . import registry
-from .basics.dtypes import is_lower_precision
+from .basics.dtypes import dtype_name, is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted, nearest
@@ -114,6 +114,11 @@ def check(
                 f"{name!r} was made in torch.inference_mode(), where torch counts no writes: make the model outside of "
                 "that block, or under torch.no_grad()"
             )
+    if plan.cast_model and {parameter.dtype for _, parameter in index.parameters} == {torch.float64}:
+        raise ValueError(
+            f"all parameters are float64, which mpinit never casts, and inputs would be {dtype_name(plan.model_dtype)}: "
+            "call model.float() before the optimizer is made, or use opt_level='O1' or 'O4', which cast no weights"
+        )
     _check_not_shared(index, plan)
     _check_stepped_by_one_session(index, optimizers, plan)
     for keyword, entries in (("keep_fp32", props.keep_fp32), ("compute_fp32", props.compute_fp32)):

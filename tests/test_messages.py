@@ -148,6 +148,7 @@ MODELS: dict[str, tuple[Callable[[], Any], type[BaseException], str, str]] = {
     "the level second": (lambda: initialize(NET, "O5"), TypeError, "optimizers", "str"),
     "lazy": (lazy_module, ValueError, "lazy", "forward"),
     "casts in inference mode": (o1_in_inference_mode, RuntimeError, "inference_mode", "patch_torch_functions"),
+    "float64": (lambda: initialize(Net().double(), opt_level="O5"), ValueError, "float64", "model.float()"),
     "inference tensors": (made_in_inference_mode, ValueError, "inference_mode", "no_grad"),
     "scripted": (scripted, ValueError, "ScriptModule", "torch.jit.trace"),
     "memory is shared": (shared_memory, ValueError, "memory", "view"),

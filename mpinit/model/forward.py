@@ -39,7 +39,8 @@ _NOTE: Final = (
     "entry_points=[...], so that its inputs and outputs are cast. Where forward computes the loss too, initialize the"
     " parts that have the weights, mpinit.initialize(model.layers, optimizer): the loss is float32 then. Where an "
     "input is an object with tensors in it, mpinit.register_input its class. Where a module was put into the model "
-    "after mpinit.initialize, call .to({}) on it, and optimizer.add_param_group."
+    "after mpinit.initialize, call .to({}) on it, and optimizer.add_param_group. Where functional_call was given "
+    "model.state_dict(), whose entries are float32, call it inside mpinit.float32_weights(model)."
 )
 _REPLICATES: Final = (
     "torch.nn.DataParallel makes copies of {0} in every forward, and they would omit the casts around {0}.forward, "

@@ -63,6 +63,18 @@ def test_the_way_out_works(level: str) -> None:
         mpinit.undo(model)
 
 
+def test_functional_call_of_a_state_dict_has_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.ones(1, 4)
+    expected = model(x)
+    mpinit.initialize(model, opt_level="O5")
+    with pytest.raises(RuntimeError) as raised:
+        torch.func.functional_call(model, model.state_dict(), x)
+    assert "mpinit.float32_weights(model)" in raised.value.__notes__[0]
+    with mpinit.float32_weights(model):
+        assert torch.allclose(torch.func.functional_call(model, model.state_dict(), x), expected, atol=0.02)
+
+
 def test_a_layer_after_compute_fp32_has_the_way_out() -> None:
     for keyword in ("compute_fp32", "keep_fp32"):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))

@@ -252,13 +252,14 @@ def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) ->
 @pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split"), ("O5", "model")])
 def test_float64_weights_that_have_gradients_are_trained(level: str, masters: Any) -> None:
     model = nn.Linear(3, 2).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    whole = nn.Sequential(nn.Linear(3, 3), model)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
     with torch.no_grad():
         model.weight.fill_(1.0)
     model.weight.grad = torch.full((2, 3), 0.25, dtype=torch.float64)
-    mpinit.initialize(model, optimizer, level, master_weights=masters, loss_scale=1.0)
+    mpinit.initialize(whole, optimizer, level, master_weights=masters, loss_scale=1.0)
     optimizer.step()
-    mpinit.undo(model)
+    mpinit.undo(whole)
     assert model.weight.dtype is torch.float64 and model.weight.eq(0.875).all()
     assert (
         model.weight.grad is not None and model.weight.grad.dtype is torch.float64 and model.weight.grad.eq(0.25).all()
