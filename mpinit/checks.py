@@ -116,8 +116,8 @@ def check(
             )
     if plan.cast_model and {parameter.dtype for _, parameter in index.parameters} == {torch.float64}:
         raise ValueError(
-            f"all parameters are float64, which mpinit never casts, and inputs would be {dtype_name(plan.model_dtype)}: "
-            "call model.float() before the optimizer is made, or use opt_level='O1' or 'O4', which cast no weights"
+            "all parameters are float64, which mpinit never casts, and inputs would be "
+            f"{dtype_name(plan.model_dtype)}: call model.float() before the optimizer is made, or use O1 or O4"
         )
     _check_not_shared(index, plan)
     _check_stepped_by_one_session(index, optimizers, plan)
