@@ -166,7 +166,6 @@ KEYWORDS: dict[str, tuple[dict[str, Any], type[BaseException], str, str]] = {
     "growth_interval": ({"growth_interval": 100}, ValueError, "growth_interval", "DynamicLossScale"),
     "init_loss_scale": ({"init_loss_scale": 2.0}, ValueError, "init_loss_scale", "DynamicLossScale"),
     "max_consecutive_skips": ({"max_consecutive_skips": 3}, ValueError, "max_consecutive_skips", "DynamicLossScale"),
-    "reduce_dtype": ({"reduce_dtype": "float32"}, ValueError, "reduce_dtype", "float32_allreduce_hook"),
     "dtype": ({"dtype": BF16}, ValueError, "cast_model_type", "O5"),
     "half_dtype": ({"half_dtype": BF16}, ValueError, "cast_model_type", "O5"),
     "level o2": ({"opt_level": "o2"}, ValueError, "o2", "'O2'"),

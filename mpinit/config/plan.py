@@ -52,11 +52,7 @@ class KeepRule:
             elif isinstance(entry, type):
                 is_kept = isinstance(module, entry)
             else:
-                try:
-                    is_kept = bool(entry(name, module))
-                except Exception as error:
-                    error.add_note(f"in a predicate of keep_fp32 or compute_fp32, called with ({name!r}, the module)")
-                    raise
+                is_kept = bool(entry(name, module))
             if is_kept:
                 return True
         return False

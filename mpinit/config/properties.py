@@ -13,7 +13,6 @@ from pydantic import (
     ConfigDict,
     Field,
     InstanceOf,
-    PlainSerializer,
     PlainValidator,
     ValidationError,
     model_validator,
@@ -99,11 +98,7 @@ def _entry_points(value: Any) -> tuple[str, ...]:
     return entries
 
 
-_Dtype = Annotated[
-    torch.dtype | None,
-    PlainValidator(_dtype),
-    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
-]
+_Dtype = Annotated[torch.dtype | None, PlainValidator(_dtype)]
 _Scale = Annotated[float, AfterValidator(partial(check_scale, name="value"))]
 _Modules = Annotated[tuple[Any, ...], BeforeValidator(_kept_modules)]
 _Nothing = BeforeValidator(lambda value: None if is_nothing(value) else value)
@@ -112,15 +107,14 @@ _Nothing = BeforeValidator(lambda value: None if is_nothing(value) else value)
 class Properties(BaseModel):
     """The properties after validation: what :func:`initialize` says of the keywords of the same names.
 
-    They are frozen. Strings are parsed, as a command line and a configuration file have them. They serialise to JSON
-    and back, with dtypes by name, unless an entry is a type or a function.
+    They are frozen. Strings are parsed, as a command line and a configuration file have them.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale
         128.0
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     # The five that a level sets.
     cast_model_type: _Dtype = None

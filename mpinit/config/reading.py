@@ -23,8 +23,6 @@ _ELSEWHERE: Final = {
         ("dtype", "half_dtype", "torch_dtype", "mixed_precision", "precision", "amp_dtype"),
         "the level sets the dtype (O2: float16, O5: bfloat16), or cast_model_type",
     ),
-    "reduce_dtype": "use ddp.register_comm_hook(None, mpinit.float32_allreduce_hook)",
-    "allow_banned": "use the function that the message about a banned one names, or mpinit.disable_casts()",
 }
 
 
@@ -76,23 +74,16 @@ def read_config(config: Config) -> tuple[dict[str, Any], str]:
         values, source = dict(config), "config"
     elif isinstance(config, (str, Path)):
         source = f"config file {str(config)!r}"
-        values = _read_toml(Path(config), source)
+        try:
+            # Some editors write a byte order mark before UTF-8 text, which TOML does not allow.
+            values = tomllib.loads(Path(config).read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a path with a null byte; nested too deeply
+            hint = 'save it as UTF-8; strings are in quotes, booleans are true and false, and "None" is a string'
+            raise ValueError(f"{source} is not TOML: {error}; {hint}") from None
     else:
         raise TypeError(f"config={config!r} is neither a TOML file's path nor a mapping")
     check_names(values, f"{source} has no property", also=("opt_level",))
     return values, source
-
-
-def _read_toml(path: Path, name: str) -> dict[str, Any]:
-    try:
-        # Some editors write a byte order mark before UTF-8 text, which TOML does not allow.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        reason = f"config file cannot be read: {error.strerror}; use a TOML file's path or a mapping"
-        raise OSError(error.errno, reason, str(path)) from None
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a path with a null byte; nested too deeply
-        hint = 'save it as UTF-8; strings are in quotes, booleans are true and false, and "None" is a string'
-        raise ValueError(f"{name} is not TOML: {error}; {hint}") from None
 
 
 def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None) -> tuple[str, Properties]:

@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no config": (
         ["levels", "--config", "no_such.toml"],
-        "config file cannot be read: No such file or directory; use a TOML file's path",
+        "No such file or directory: 'no_such.toml'",
     ),
     "a rate": (["audit", CLASSIFIER, "--lr", "1e-7"], "--lr 1e-07 is the learning rate of --optimizer"),
     "an optimizer": (["audit", CLASSIFIER, "--optimizer", "adamx"], "'adamx' is not an optimizer of torch.optim"),

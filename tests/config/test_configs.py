@@ -123,8 +123,7 @@ def test_a_mapping_is_named_as_config() -> None:
 
 def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none.toml", FileNotFoundError)):
-        text = refused(path, kind)
-        assert str(path) in text and "config file cannot be read" in text and "use a TOML file's path" in text
+        assert str(path) in refused(path, kind)
     assert "config file 'a\\x00b'" in refused("a\0b")
 
 

@@ -75,8 +75,3 @@ def test_a_table_of_a_file_is_the_rule(tmp_path: Path) -> None:
         path.write_text(f"[loss_scale]\n{text}\n")
         with pytest.raises(ValueError, match=f"mine.toml'.*loss_scale: .*{said}"):
             mpinit.initialize(nn.Linear(2, 2), config=path)
-
-
-def test_properties_with_a_rule_read_back_from_json() -> None:
-    properties = mpinit.Properties(loss_scale=DynamicLossScale(hysteresis=2))
-    assert mpinit.Properties.model_validate_json(properties.model_dump_json()) == properties

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpinit.basics.dtypes import dtype_name, is_lower_precision, parse_dtype
 from mpinit.config.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
-from mpinit.config.properties import OPT_LEVELS, Properties, build
+from mpinit.config.properties import OPT_LEVELS, build
 from mpinit.config.reading import PROPERTIES, is_override
 
 DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")
@@ -125,22 +125,6 @@ def test_properties_are_frozen_and_compare_by_value() -> None:
     assert props == build({name: getattr(props, name) for name in PROPERTIES})
     assert hash(props) == hash(props.model_copy())
     assert props != OPT_LEVELS["O5"]
-
-
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "cast_model_type": st.sampled_from([torch.bfloat16, torch.float32, None]),
-            "keep_fp32": st.lists(st.sampled_from(["head", "*.norm", "é"])).map(tuple),
-            "loss_scale": st.one_of(st.just("dynamic"), st.floats(SMALLEST_SCALE, LARGEST_SCALE)),
-            "num_losses": st.integers(1, 100),
-        },
-    )
-)
-def test_any_properties_read_back_from_json(values: dict[str, Any]) -> None:
-    props = build(values)
-    assert Properties.model_validate_json(props.model_dump_json()) == props
 
 
 @pytest.mark.parametrize(
