@@ -88,14 +88,7 @@ def as_optimizers(value: Any) -> list[Any]:
 def check(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: Plan, awaits: bool, process_group: Any
 ) -> Selection:
-    """Refuse objects that cannot be initialised; issue the warnings.
-
-    Returns:
-        What the plan changes in the models.
-
-    Raises:
-        ValueError: an object that cannot be initialised; the message has the way out.
-    """
+    """Refuse objects that cannot be initialised, and issue the warnings. Returns what the plan changes."""
     props = plan.properties
     for model in models:
         _check_not_prepared(model)

@@ -98,13 +98,7 @@ class Session:
     # -- set up and undo ----------------------------------------------------------------------------------------
 
     def apply(self, selection: Selection, optimizers: Sequence[Optimizer], failed: UndoStack) -> None:
-        """Set everything up: members and ranks, then masters, then casts, then hooks.
-
-        Args:
-            selection: what the plan changes in the models.
-            optimizers: the optimizers.
-            failed: undoes everything that was done so far, newest first, if anything raises.
-        """
+        """Set everything up: members and ranks, then masters, then casts, then hooks; ``failed`` undoes it."""
         plan, push = self.plan, self._undos.push
         index = selection.index
         changes = selection.changes

@@ -107,13 +107,15 @@ class ModelIndex:
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.buffers: list[tuple[str, torch.Tensor]] = []
         for module_name, module in self.named_modules:
-            self.own[module] = own_tensors(module)
+            own = self.own[module] = []
             prefix = f"{module_name}." if module_name else ""
             for name, parameter in module._parameters.items():
                 if parameter is not None:
+                    own.append((name, parameter))
                     self.parameters.append((prefix + name, parameter))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
+                    own.append((name, buffer))
                     self.buffers.append((prefix + name, buffer))
 
     @cached_property

@@ -33,6 +33,8 @@ def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
         parts = _parts_of(tree).values()
     elif type(tree) in SUPPORTED_NODES:
         parts = SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0]
+    elif _is_graph(type(tree)):
+        parts = tree.stores
     for part in parts if depth else ():
         yield from tensors_in(part, depth - 1)
 
@@ -173,10 +175,6 @@ class TreeCast:
         parts = [self(part) for part in before]
         is_same = all(self._is_same(new, old) for new, old in zip(parts, before, strict=True))
         return tree if is_same else node.unflatten_fn(parts, context)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """List the caller's tensors that were cast."""
-        return [original for original, *_ in self._leaves]
 
     def write_back(self, dtype: torch.dtype | None) -> None:
         """Copy writes to the cast trees into the caller's trees; new parts are cast to ``dtype``, if it is not None."""

@@ -95,9 +95,7 @@ class Boundary:
     ) -> Any:
         """Call ``function`` with inputs and outputs cast.
 
-        Args:
-            names: the names of its arguments, to find those that ``keep_inputs`` excludes; None: all inputs are cast.
-            output_dtype: the dtype of the outputs; None: they are not cast.
+        All inputs are cast where ``names`` is None, and no outputs where ``output_dtype`` is.
         """
         is_plain = self.cast_inputs and names is None and not torch.compiler.is_compiling()
         if is_plain and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:

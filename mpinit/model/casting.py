@@ -81,15 +81,10 @@ class Casts:
         clamped: Container[torch.Tensor] = (),
         widened: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Cast tensors one after another, with their gradients, and update the index.
+        """Cast tensors one after another to the dtypes of ``targets``, with their gradients, and update the index.
 
-        After an exception :meth:`undo`, and the undo of the masters, reverse the casts that were made.
-
-        Args:
-            index: the index of the models.
-            targets: tensor -> the dtype that it gets.
-            clamped: tensors without a master whose values overflow.
-            widened: parameters that become float32 and stay so after the undo.
+        After an exception :meth:`undo`, and the undo of the masters, reverse the casts that were made. The ``widened``
+        parameters stay float32 after the undo.
         """
         self._widened = widened
         self._widens_later = any(map(is_lower_precision, targets.values()))

@@ -272,15 +272,7 @@ def patched_forward(method: Any) -> PatchedForward | None:
 def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: object, undos: UndoStack) -> Boundary:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
 
-    Args:
-        selection: the modules.
-        plan: the dtypes.
-        writes: what is done about writes before a call from outside.
-        owner: an object that the patches keep alive.
-        undos: the undos of the call.
-
-    Returns:
-        The boundary of the modules that are cast.
+    The patches keep ``owner`` alive. Returns the boundary of the modules that are cast.
     """
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     casts = ForwardCasts(plan.function_dtype, casts_model)

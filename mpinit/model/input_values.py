@@ -12,7 +12,7 @@ import torch
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.running import is_eager
-from ..basics.trees import TreeCast
+from ..basics.trees import tensors_in
 from ..config.plan import KeepInputPredicate
 from .precision_loss import COUNTED_BY_FLOAT32
 
@@ -27,22 +27,13 @@ _WHOLE: Final = 0.75
 def warn_of_inputs(
     named: Sequence[tuple[str, Any]], keep: Sequence[KeepInputPredicate], dtype: torch.dtype, method: str
 ) -> None:
-    """Warn of spoilt arguments of a call that are about to be cast to ``dtype``.
-
-    Args:
-        named: the names and values of the arguments.
-        keep: predicates; an argument for which one is true is not cast.
-        dtype: the dtype of the cast.
-        method: the class and the name of the method, for the message.
-    """
+    """Warn of arguments that are spoilt by their cast to ``dtype``; those that ``keep`` accepts are not cast."""
     if not is_lower_precision(dtype) or not is_eager():
         return
     for name, value in named:
         if any(test(name, value) for test in keep):
             continue
-        cast = TreeCast(dtype)
-        cast(value)
-        reason = next(filter(None, (loss_of_input(tensor, dtype) for tensor in cast.tensors())), None)
+        reason = next(filter(None, (loss_of_input(tensor, dtype) for tensor in tensors_in(value))), None)
         if reason is None:
             continue
         alone = isinstance(value, torch.Tensor)

@@ -51,18 +51,9 @@ _STATES: Final = {
 def check_values(
     index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], mastered: Collection[int]
 ) -> set[torch.Tensor]:
-    """Refuse, or warn of, casts that damage numbers.
+    """Refuse casts of ``targets`` that would make a weight with a master infinite; warn of others that damage numbers.
 
-    Args:
-        index: the index of the models.
-        targets: tensor -> the dtype that it is about to be cast to.
-        mastered: the ids of the weights that are going to have masters.
-
-    Returns:
-        The tensors without a master whose finite values overflow: they are clamped.
-
-    Raises:
-        ValueError: values of a weight with a master overflow.
+    Returns the tensors without a master whose finite values overflow: they are clamped.
     """
     beyond = out_of_range(targets)
     refused = [tensor for tensor in beyond if id(tensor) in mastered]

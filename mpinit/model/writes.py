@@ -120,7 +120,7 @@ class WrittenBuffers:
         """List the 16-bit buffers of modules, which are referred to weakly."""
         for path, module in named_modules:
             # keep_batchnorm_fp32 decides about BatchNorms. The vectors of spectral norms are computed in every forward.
-            if isinstance(module, (_BatchNorm, _SpectralNorm)):
+            if not module._buffers or isinstance(module, (_BatchNorm, _SpectralNorm)):
                 continue
             spectral = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
             for name, buffer in module._buffers.items():
