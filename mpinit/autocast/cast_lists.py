@@ -75,6 +75,7 @@ _PREFIXES: Final = {
     "S": "torch.special.",
     "V": "torch._VF.",
     "N": "torch._C._nn.",
+    "P": "torch.sparse.",
 }
 
 
@@ -194,6 +195,9 @@ _FP32_ROWS: Final = (
     *_rows(Cast.FP32, "tT", "index_add index_put index_reduce", _NOWHERE),
     *_rows(Cast.FP32, "t", "segment_reduce", _NOWHERE),
     _fp32("addbmm", "tT:addbmm", native=_NOWHERE, casts_off=True),
+    # Their gradient is computed without casts, of a sparse argument that torch has not cast.
+    _fp32("sparse_mm", "P:mm", native=_NOWHERE, casts_off=True),
+    _fp32("sparse_addmm", "P:addmm", native=_NOWHERE, casts_off=True),
     _fp32("fold", "N:col2im", "F:fold", _NOWHERE),
     _fp32("unfold", "N:im2col", "F:unfold", _NOWHERE),
 )

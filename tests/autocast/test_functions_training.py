@@ -30,6 +30,28 @@ def test_replicas_in_threads_cast_and_train(scope: Any, initialize: Initialize) 
     assert model[0].weight.grad.dtype is FP32
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_products_with_sparse_matrices_have_gradients(level: str, initialize: Initialize) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            hidden = torch.sparse.mm(edges, self.first(x)).relu()
+            return torch.sparse.addmm(torch.ones(6, 2), edges, self.second(hidden))
+
+    x, edges = torch.randn(6, 4), (torch.rand(6, 6) > 0.5).float().to_sparse()
+    model, plain = Graph(), Graph()
+    initialize(model, opt_level=level)
+    for each in (model, plain):
+        each(x, edges).square().mean().backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None and want.grad is not None
+        assert (got.grad - want.grad).norm() < 0.02 * want.grad.norm()
+
+
 def test_float32_teacher_is_unchanged_beside_a_scoped_student(initialize: Initialize) -> None:
     student = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     teacher = copy.deepcopy(student)
