@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from . import registry
 from .model.float32_block import Float32Block
 from .session import Session
-
-# The sessions whose models have float32 parameters at the moment.
-_open: Final[list[Session]] = []
 
 
 @contextmanager
@@ -51,11 +48,12 @@ def float32_weights(owners: Any) -> Iterator[None]:
     """
     listed = owners if isinstance(owners, (list, tuple)) else [owners]
     known = [owner for owner in map(registry.unwrapped, listed) if owner not in registry.disabled]
-    sessions = [each for each in dict.fromkeys(map(registry.session_of, known)) if each not in _open]
-    if sessions and _open:
+    inside = [session for session in registry.live() if session.masters.are_in_model]
+    sessions = [each for each in dict.fromkeys(map(registry.session_of, known)) if each not in inside]
+    if sessions and inside:
         raise RuntimeError(
             f"mpinit.float32_weights() of {sessions[0].describe()} was called inside a block of "
-            f"{_open[0].describe()}: pass the models of both to one call, mpinit.float32_weights([model, other])"
+            f"{inside[0].describe()}: pass the models of both to one call, mpinit.float32_weights([model, other])"
         )
     with ExitStack() as stack:
         for session in sessions:
@@ -73,7 +71,6 @@ def _of_session(session: Session) -> Iterator[None]:
     with torch.inference_mode(False):
         if block is None or not block.is_current(models):
             block = masters.kept_slots = Float32Block(models, casts)
-    _open.append(session)
     try:
         with torch.inference_mode(False):
             block.enter(casts)
@@ -81,7 +78,6 @@ def _of_session(session: Session) -> Iterator[None]:
         with session.forwards.in_float32():
             yield
     finally:
-        _open.remove(session)
         try:
             with torch.inference_mode(False):
                 block.exit(models, casts)

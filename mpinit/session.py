@@ -59,7 +59,6 @@ class Session:
         members: the models and optimizers, by weak references, and the session's number and level.
         models, optimizers, number, opt_level: those of the members.
         plan, properties: the properties of the level, and the plan that follows from them.
-        verbosity: 0: nothing is logged.
         masters: the float32 masters of weights that are trained.
         casts: the casts of tensors, and the float32 numbers that 16-bit ones have.
         forwards: the casts around the models' forwards.
@@ -74,7 +73,6 @@ class Session:
         self.opt_level, self.plan, self.properties = opt_level, plan, plan.properties
         self.members = Members(opt_level)
         self.models, self.optimizers, self.number = self.members.models, self.members.optimizers, self.members.number
-        self.verbosity = plan.properties.verbosity
         self.is_live = False
         kind = SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters
         self.masters: FullMasters | SplitMasters = kind(Names(self.models), plan.properties.grad_dtype)
@@ -176,7 +174,7 @@ class Session:
             self._step_guard.install(self._undos)
         push(weak_call(self._drop_masters))  # the last undo runs first: weights may have got masters since
 
-        if self.verbosity > 0:
+        if self.properties.verbosity > 0:
             words = ", ".join(f"{name}={value}" for name, value in self.view.settings().items())
             rounded = len(self.casts.rounded())
             if rounded:

@@ -67,12 +67,11 @@ class Boundary:
         self.writes: Writes | None = None
         self.computes = False
         self.warns_of_inputs = False
-        self.is_live = True
 
     def retire(self) -> None:
         """Cast nothing from now on: a wrapper of the user's may still call the patched forward after the undo."""
         self.inner_dtype = self.output_dtype = self.casts = self.writes = None
-        self.cast_inputs = self.is_live = False
+        self.cast_inputs = False
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -81,7 +80,7 @@ class Boundary:
         try:
             yield
         finally:
-            if self.is_live:
+            if self.casts is not None:  # it was not retired
                 self.inner_dtype = narrow
 
     def call_with_casts(
