@@ -42,7 +42,6 @@ class Row:
 
     Attributes:
         module: the module's dotted name. "" is the model itself; "(loss)": outside of the model.
-        module_type: the module's class.
         phase: "forward" or "backward".
         op: the operation's name in torch's dispatcher, such as "addmm" or "_softmax".
         inputs: the floating dtypes among its inputs, each once, in order.
@@ -56,7 +55,6 @@ class Row:
     """
 
     module: str
-    module_type: str
     phase: str
     op: str
     inputs: tuple[str, ...]
@@ -106,7 +104,7 @@ class PrecisionReport:
         shown = sorted(sorted(range(len(rows)), key=lambda index: not rows[index].flagged)[:_ROWS_SHOWN])
         cells = [
             [
-                row.module or f"({row.module_type})",  # the model itself has the name ""
+                row.module or f"({self.model})",  # the model itself has the name ""
                 row.op if row.phase == FORWARD else f"{row.op} (backward)",
                 f"{row.count:,}",
                 *(", ".join(dtypes) for dtypes in (row.inputs, row.outputs)),
@@ -209,7 +207,6 @@ class _Recording:
 
     def __init__(self, model: nn.Module) -> None:
         self.trace = ModelTrace(model, self._operation)
-        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._weights = {
             name: _floating([*module.parameters(recurse=False), *module.buffers(recurse=False)])
             for name, module in model.named_modules()
@@ -251,7 +248,7 @@ class _Recording:
             is_of_weights = dtype in self._weights.get(module, ())
             why = f"weights are {dtype}" if is_of_weights else f"inputs are {dtype}" if inputs else f"made in {dtype}"
         computes = bool(inputs or outputs) and not operation.is_view
-        row = Row(module, self._types.get(module, ""), place.phase, name, inputs, outputs, why, computes, flagged)
+        row = Row(module, place.phase, name, inputs, outputs, why, computes, flagged)
         counts = self._rows.setdefault(row, [0, 0, 0])
         counts[0] += 1
         if cast is not None:
