@@ -119,8 +119,6 @@ _TWO_KINDS: Final = (
     "opt_level='O4' (bfloat16) or 'O1' (float16), whose weights are float32 and whose casts are those of the block"
 )
 
-NO_CASTS: Final = ForwardCasts(None)
-
 
 def _without_sessions(thread: ThreadAutocast, state: State, depth: int) -> State:
     """Compute the state as it would be without any session: that of a ``torch.autocast`` block, or casts off."""

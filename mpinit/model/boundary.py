@@ -7,6 +7,7 @@ Inside a forward everything is in one dtype, and a call from one module to the n
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -42,31 +43,25 @@ class _CurrentForward(threading.local):
 current_forward: Final = _CurrentForward()
 
 
+@dataclass(eq=False)
 class Boundary:
     """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
+        inner_dtype: the dtype that the modules compute in.
         writes: what is done before a call while no forward of an initialised model runs in this thread.
         computes: whether modules compute in float32, without O1's casts, and return float32 to every caller.
         warns_of_inputs: whether the first call of each method warns of inputs that their cast spoils.
     """
 
-    def __init__(
-        self,
-        inner_dtype: torch.dtype,
-        cast_inputs: bool,
-        output_dtype: torch.dtype | None,
-        casts: ForwardCasts,
-        keep_inputs: tuple[KeepInputPredicate, ...] = (),
-    ) -> None:
-        self.inner_dtype: torch.dtype | None = inner_dtype
-        self.cast_inputs = cast_inputs
-        self.output_dtype = output_dtype
-        self.casts: ForwardCasts | None = casts
-        self.keep_inputs = keep_inputs
-        self.writes: Writes | None = None
-        self.computes = False
-        self.warns_of_inputs = False
+    inner_dtype: torch.dtype | None
+    cast_inputs: bool
+    casts: ForwardCasts | None
+    output_dtype: torch.dtype | None = None
+    keep_inputs: tuple[KeepInputPredicate, ...] = ()
+    writes: Writes | None = None
+    computes: bool = False
+    warns_of_inputs: bool = False
 
     def retire(self) -> None:
         """Cast nothing from now on: a wrapper of the user's may still call the patched forward after the undo."""
@@ -80,7 +75,7 @@ class Boundary:
         try:
             yield
         finally:
-            if self.casts is not None:  # it was not retired
+            if self.writes is not None:  # it was not retired
                 self.inner_dtype = narrow
 
     def call_with_casts(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from ..autocast.forward_casts import NO_CASTS, ForwardCasts
+from ..autocast.forward_casts import ForwardCasts
 from ..autocast.thread_flags import call_without_casts, is_on
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.patching import UndoStack
@@ -230,9 +230,7 @@ class _DirectPart(PatchedForward):
 
 
 def _without_casts(module: nn.Module, name: str, inner: Callable[..., Any] | None) -> PatchedForward:
-    retired = Boundary(torch.float32, False, None, NO_CASTS)
-    retired.retire()
-    forward = PatchedForward(module, retired, name)
+    forward = PatchedForward(module, Boundary(None, cast_inputs=False, casts=None), name)
     forward.inner = inner
     return forward
 
@@ -276,15 +274,17 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
     """
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     casts = ForwardCasts(plan.function_dtype, casts_model)
-    kept, cast, computing = (
-        Boundary(dtype, plan.cast_model, plan.output_dtype, casts, plan.keep_inputs)
-        for dtype in (torch.float32, plan.model_dtype, torch.float32)
+    make = partial(
+        Boundary,
+        output_dtype=plan.output_dtype,
+        keep_inputs=plan.keep_inputs,
+        writes=writes,
+        warns_of_inputs=casts_model and plan.properties.verbosity > 0,
     )
-    computing.cast_inputs, computing.casts, computing.computes = True, None, True
-    for boundary in (kept, cast, computing):
-        boundary.writes = writes
-        boundary.warns_of_inputs = casts_model and plan.properties.verbosity > 0
-        undos.push(boundary.retire)
+    kept, cast = (make(dtype, plan.cast_model, casts) for dtype in (torch.float32, plan.model_dtype))
+    computing = make(torch.float32, True, None, computes=True)
+    for each in (kept, cast, computing):
+        undos.push(each.retire)
     narrow_casts = float32_casts = None
     if plan.masters is MasterWeightsMode.IN_MODEL:
         float32_modules = frozenset([*selection.float32_modules, *selection.computes])
