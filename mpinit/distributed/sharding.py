@@ -304,9 +304,16 @@ def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torc
     return undo
 
 
-def rebuild_groups(modules: Collection[nn.Module]) -> None:
-    """Let FSDP read its parameters again after a cast: it keeps their data, and buffers of their old dtype."""
+def rebuild_groups(modules: Collection[nn.Module], known: Collection[int] | None = None) -> None:
+    """Let FSDP read its parameters again after a cast: it keeps their data, and buffers of their old dtype.
+
+    Args:
+        modules: the modules that FSDP has sharded.
+        known: only groups that have parameters with these ids; None: all.
+    """
     for group in groups_of_fsdp(modules):
+        if known is not None and not any(id(entry.sharded_param) in known for entry in group.fsdp_params):
+            continue
         for entry in group.fsdp_params:
             entry.reset_sharded_param()
             entry.all_gather_outputs.clear()

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..basics.bulk import Tables, are_same, data_ptrs
 from ..basics.modules import modules_of, share_attributes
-from ..distributed.sharding import local, set_all_local_data, set_data, sharded_as
+from ..distributed.sharding import is_sharded, local, rebuild_groups, set_all_local_data, set_data, sharded_as
 from ..masters.full import FullMaster, FullMasters
 from ..torch_internals.parameter_data import TENSOR_DATA, versions_of
 from .casting import Casts
@@ -89,6 +89,7 @@ class Float32Block:
         others = {id(place.narrow): place.narrow for place in self._places if id(place.narrow) not in with_master}
         self._tensors = [*(master.weight for master in full), *others.values()]
         self._wide = [wide[id(tensor)] for tensor in self._tensors]
+        self._are_sharded = any(map(is_sharded, self._tensors))
         self._narrow = {id(each): tensor for each, tensor in zip(self._wide, self._tensors, strict=True)}
         self._batch = None
         if isinstance(casts.masters, FullMasters) and full:
@@ -167,6 +168,8 @@ class Float32Block:
             _round(replaced.get(id(wide), wide), tensor, casts)
             set_all_local_data([wide], [torch.empty(0, dtype=wide.dtype, device=wide.device)], are_sharded=True)
         _rebuild_rnns(self._rnns)
+        if self._are_sharded:
+            rebuild_groups(modules, self._narrow)  # load_state_dict in the block let FSDP read float32 parameters
         if faults:
             casts.masters.kept_slots = None
             tensor, fault = next(iter(faults.values()))

@@ -217,6 +217,25 @@ def test_full_state_is_on_rank_0(words: str, name: str) -> None:
     assert_same(of(here), before)
     state.load_state_dict(saved)
     assert_same(of(here), expected)
+    run.train(pair, 2, 3)
+    assert_same(of(here), before)
+
+
+@ranks(2)
+def test_16_bit_shards_train_after_a_load_in_float32() -> None:
+    """Load weights inside ``float32_weights``, which FSDP2 reads again afterwards, as with three plain dicts."""
+    batch = mine(CASE.batches(1)[0])
+    ends = []
+    for loads in (False, True):
+        pair = build("fsdp", "split")
+        train(*pair, [batch], CASE.loss)
+        if loads:
+            with mpinit.float32_weights(pair[0]):
+                pair[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
+        train(*pair, [batch], CASE.loss)
+        ends.append(everything(*get_state_dict(*pair)))
+        mpinit.undo(pair[1])
+    assert_same(*ends)
 
 
 @ranks(4, ("fsdp4 split",), ("tp4 O2",))

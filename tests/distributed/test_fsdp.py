@@ -584,3 +584,29 @@ def test_float32_gradients_of_16_bit_shards() -> None:
         train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(2)], engines.CASE.loss)
         assert mpinit.step_counts(optimizer) == (2, 0)
         mpinit.undo(model)
+
+
+@ranks(2)
+def test_module_that_is_unfrozen_later_trains_as_in_fsdp2() -> None:
+    """Freeze it after a first forward, and compare with FSDP2's own mixed precision, bit for bit."""
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(4)]
+
+    def trained(by_mpinit: bool) -> Any:
+        policy = {} if by_mpinit else {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)}
+        model: Any = engines.sharded(**policy)
+        optimizer = adam(model.parameters())
+        if by_mpinit:
+            mpinit.initialize(model, optimizer, "O5")
+        with torch.no_grad():
+            model(batches[0][0])
+        for module in (model, model.layer):
+            module.reshard()
+        model.layer.requires_grad_(False)
+        for index, (x, y) in enumerate(batches):
+            model.layer.requires_grad_(index > 1)
+            optimizer.zero_grad()
+            engines.CASE.loss(model(x).float(), y).backward()
+            optimizer.step()
+        return engines.whole(model.state_dict())
+
+    engines.assert_same(trained(True), trained(False))
