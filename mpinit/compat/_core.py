@@ -1,6 +1,6 @@
 """The internals of mpinit that ``compat/`` uses: sessions and loss scalers. All else it uses is public."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -41,6 +41,12 @@ def in_all(blocks: Sequence[Any], optimizers: Sequence[Optimizer]) -> Iterator[t
     found = any_of(*(new if new is None or old is None else new * (old == 0) for new, old in pairs))
     for gradients in parts if found is not None else ():
         gradients.found_inf = any_of(gradients.found_inf, found)
+
+
+def undo_all(sessions: Iterable[Any]) -> None:
+    """Undo sessions, also those whose models and optimizers the script has dropped."""
+    for session in sessions:
+        session.undo()
 
 
 @contextmanager

@@ -199,8 +199,7 @@ class SessionHandle:
         return bool(self._sessions())
 
     def _deactivate(self) -> None:
-        for session in self._sessions():
-            session.undo()
+        _core.undo_all(self._sessions())
 
     @staticmethod
     def _sessions() -> list[Any]:
