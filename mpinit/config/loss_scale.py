@@ -87,11 +87,6 @@ class DynamicLossScale:
         """The lower limit as a number: 2**-126 where ``min`` is None."""
         return SMALLEST_SCALE if self.min is None else self.min
 
-    def limited(self, low: float | None, high: float) -> "DynamicLossScale":
-        """Return the same rule with other limits; ``init`` is moved to the nearer one where it is outside."""
-        first = min(max(self.init, SMALLEST_SCALE if low is None else low), high)
-        return dataclasses.replace(self, init=first, min=low, max=high)
-
 
 # Names of the rule's numbers, here and elsewhere (torch.amp.GradScaler) -> the rule's own.
 RULE_NAMES: Final = {field.name: field.name for field in dataclasses.fields(DynamicLossScale)}

@@ -1,5 +1,6 @@
 """The table of properties: what a level, a configuration or a keyword sets, checked as a whole, and the levels."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, MethodType
@@ -174,7 +175,9 @@ class Properties(BaseModel):
                 f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
                 "dynamic scaling has room between them"
             )
-        return rule.limited(low, high)
+        # A first scale outside of the limits is moved to the nearer one.
+        first = min(rule.init if low is None else max(rule.init, low), high)
+        return dataclasses.replace(rule, init=first, min=low, max=high)
 
 
 def _contradiction(props: Properties) -> str | None:
