@@ -198,6 +198,9 @@ _FP32_ROWS: Final = (
     # Their gradient is computed without casts, of a sparse argument that torch has not cast.
     _fp32("sparse_mm", "P:mm", native=_NOWHERE, casts_off=True),
     _fp32("sparse_addmm", "P:addmm", native=_NOWHERE, casts_off=True),
+    # In 16 bits a CPU computes inf or nan; autocast casts inside of pinv, which then fails.
+    _fp32("matrix_exp", "tTL:matrix_exp", native=_NOWHERE, casts_off=True),
+    _fp32("pinv", "L:pinv tT:pinverse", native=_NOWHERE, casts_off=True),
     _fp32("fold", "N:col2im", "F:fold", _NOWHERE),
     _fp32("unfold", "N:im2col", "F:unfold", _NOWHERE),
 )

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -53,6 +54,19 @@ def test_products_with_sparse_matrices_have_gradients(lower: torch.dtype, initia
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert got.grad is not None and want.grad is not None
         assert (got.grad - want.grad).norm() < 0.02 * want.grad.norm()
+
+
+@LOWER
+@pytest.mark.parametrize("name", ["linalg.matrix_exp", "matrix_exp", "linalg.pinv", "pinverse"])
+def test_functions_of_matrices_compute_in_float32(name: str, lower: torch.dtype, initialize: Initialize) -> None:
+    matrix = torch.eye(4) + torch.linspace(-0.2, 0.2, 16).view(4, 4)
+    expected = attrgetter(name)(torch)(matrix)
+    initialize(nn.Linear(1, 1), patch_torch_functions_type=lower)
+    x = matrix.clone().requires_grad_()
+    result = attrgetter(name)(torch)(x @ torch.eye(4))
+    result.sum().backward()
+    assert result.dtype is FP32 and (result - expected).norm() < 0.1 * expected.norm()
+    assert x.grad is not None and x.grad.isfinite().all()
 
 
 def test_float32_teacher_is_unchanged_beside_a_scoped_student(initialize: Initialize) -> None:

@@ -91,6 +91,8 @@ SAMPLES: dict[str, Sample] = {
     "mm": lambda make: (make(2, 3), make(3, 4)),
     "bmm": lambda make: (make(2, 2, 3), make(2, 3, 4)),
     "addmm": lambda make: (make(2, 4), make(2, 3), make(3, 4)),
+    "matrix_exp": lambda make: (make(3, 3),),
+    "pinv": lambda make: (make(4, 3),),
     "sparse_mm": lambda make: (make(2, 3).to_sparse(), make(3, 4)),
     "sparse_addmm": lambda make: (make(2, 4), make(2, 3).to_sparse(), make(3, 4)),
     "addbmm": lambda make: (make(2, 4), make(2, 2, 3), make(2, 3, 4)),
