@@ -37,14 +37,16 @@ def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def disable(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     """Make every function a no-op for these objects."""
-    disabled.update([*optimizers, *(part for model in models for part in wrappers.iter_unwrapped(model))])
+    for owner in (*optimizers, *with_their_insides(models)):
+        disabled.add(owner)
 
 
 def enable(owners: Iterable[Any]) -> None:
     """Reverse :func:`disable`, also for the wrappers of these objects and the models inside of them."""
     models = {owner for owner in owners if isinstance(owner, nn.Module)}
     around = [each for each in disabled if isinstance(each, nn.Module) and models & set(with_their_insides([each]))]
-    disabled.difference_update([*owners, *with_their_insides(around), *with_their_insides(models)])
+    for owner in (*owners, *with_their_insides(around), *with_their_insides(models)):
+        disabled.discard(owner)
 
 
 def unwrapped(owner: Any) -> Any:

@@ -22,7 +22,7 @@ from .basics.logs import log
 from .basics.modules import Names, modules_of
 from .basics.patching import Undo, UndoStack, for_each
 from .basics.tables import counted
-from .basics.weak_references import weak_call
+from .basics.weak_references import WeakList, weak_call
 from .config.plan import MasterWeightsMode, Plan
 from .distributed.agreement import OPTIMIZERS
 from .distributed.sharding import gather_in, reshard
@@ -150,15 +150,18 @@ class Session:
             self.writes.buffers.list_buffers(index.named_modules)
         self.forwards = forward.patch_forwards(selection, plan, self.writes, self, self._undos)
         if selection.has_16_bit:
+            push(partial(copies.remove_all, WeakList(optimizers)))
             for optimizer in optimizers:
-                copies.set_methods(optimizer, self.copies, self._undos)
+                copies.set_methods(optimizer, self.copies)
             float32_state = state_dict.Float32State(self.casts, self.writes.entries, self.copies)
             push(float32_state.remove)
             float32_state.install(index.names)
             hide_gradients(self.models, self._undos)
         else:  # only these have patches, which a copy must not have
-            for module in dict.fromkeys([*index.models, *(module for module, _ in selection.entry_points)]):
-                copies.set_methods(module, self.copies, self._undos)
+            patched = dict.fromkeys([*index.models, *(module for module, _ in selection.entry_points)])
+            push(partial(copies.remove_all, WeakList(patched)))
+            for module in patched:
+                copies.set_methods(module, self.copies)
 
         # Hooks of torch's functions and of optimizers.
         if plan.properties.patch_torch_functions or selection.has_16_bit or selection.gathered:
@@ -269,7 +272,8 @@ class Session:
                 failed.push(undos.unwind)
                 self.managed.add(optimizer, undos, owner=self)
                 warn_about_optimizer_eps(optimizer, self.masters)
-                copies.set_methods(optimizer, self.copies, undos)
+                undos.push(partial(copies.remove_all, WeakList([optimizer])))
+                copies.set_methods(optimizer, self.copies)
                 original = self.casts.original_dtype
                 casts: dict[Any, Any] = {p: (original(p), p.dtype) for p in parameters_of([optimizer])}
                 casts = {p: dtypes for p, dtypes in casts.items() if dtypes[0] != dtypes[1]}

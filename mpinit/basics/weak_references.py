@@ -40,14 +40,6 @@ class WeakIdSet(MutableSet[Member]):
         if value in self._members:
             del self._members[value]
 
-    def update(self, members: Iterable[Member]) -> None:
-        for member in members:
-            self._members[member] = None
-
-    def difference_update(self, members: Iterable[Member]) -> None:
-        for member in members:
-            self.discard(member)
-
 
 class _Weak(Sequence[Member]):
     """A sequence whose members are listed anew at each use."""

@@ -141,7 +141,8 @@ def compare_disabled(models: Sequence[nn.Module], process_group: Group | None) -
         ValueError: mpinit is enabled on another rank. It is raised on all of them.
     """
     check_at_initialize(_OFF, [parameter for model in models for parameter in model.parameters()], process_group)
-    _DISABLED.update(models)
+    for model in models:
+        _DISABLED.add(model)
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_compare_wrapped))
 

@@ -66,7 +66,7 @@ class Casts:
 
     def note_16_bit(self, before: Mapping[torch.Tensor, str]) -> None:
         """Note the tensors that are 16-bit before the casts, with their names."""
-        self._before.update(before)
+        self._before |= before.keys()
         self._names_before = set(before.values())
 
     def stays_16_bit(self, tensor: torch.Tensor) -> bool:

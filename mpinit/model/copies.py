@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.modules import own_tensors, share_attributes
-from ..basics.patching import UndoStack
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
 from .casting import Casts
@@ -228,13 +227,12 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-def set_methods(owner: nn.Module | Optimizer, copies: Float32Copies, undos: UndoStack) -> None:
+def set_methods(owner: nn.Module | Optimizer, copies: Float32Copies) -> None:
     """Let copies of a model or an optimizer be plain."""
     if not {_DEEPCOPY, _REDUCE} & vars(owner).keys():
         kind: Any = _ModuleCopies if isinstance(owner, nn.Module) else _OptimizerCopies
         method = kind(owner, copies)
-        undos.set_attribute(owner, _DEEPCOPY, method)
-        undos.set_attribute(owner, _REDUCE, method.reduce)
+        vars(owner)[_DEEPCOPY], vars(owner)[_REDUCE] = method, method.reduce
 
 
 def set_methods_of_all(modules: Iterable[nn.Module], copies: Float32Copies, refuses_conversion: bool) -> None:
@@ -250,9 +248,15 @@ def set_methods_of_all(modules: Iterable[nn.Module], copies: Float32Copies, refu
             own.setdefault(_APPLY, method.convert)
 
 
-def remove_methods(module: nn.Module) -> None:
-    """Remove the methods of :func:`set_methods_of_all` from a module."""
-    own = vars(module)
+def remove_methods(owner: nn.Module | Optimizer) -> None:
+    """Remove these methods."""
+    own = vars(owner)
     for name in (_DEEPCOPY, _REDUCE, _APPLY):
-        if isinstance(getattr(own.get(name), "__self__", own.get(name)), _ModuleCopies):
+        if isinstance(getattr(own.get(name), "__self__", own.get(name)), (_ModuleCopies, _OptimizerCopies)):
             del own[name]
+
+
+def remove_all(owners: Iterable[nn.Module | Optimizer]) -> None:
+    """Remove them from all these objects."""
+    for owner in owners:
+        remove_methods(owner)

@@ -205,6 +205,8 @@ class PatchedForward(OfModule):
         """Put back what the module had before, unless another patch has been added since. May be called again."""
         self.owner = None
         module = self._module()
+        if module is not None and vars(module).get(_ON_REPLICA) == self.refuse_replica:
+            del vars(module)[_ON_REPLICA]
         if module is None or patched_forward(vars(module).get(self.name)) is not self:
             return
         if self.inner is None:
@@ -329,7 +331,7 @@ def patch_forwards(selection: Selection, plan: Plan, writes: Writes, owner: obje
         is_part = bool(selection.parts) and model in inside
         forward = patch(model, model in selection.kept, "forward", is_part)
         # Of a part's replica torch says that tensors are on two devices.
-        undos.set_attribute(model, _ON_REPLICA, forward.refuse_replica)
+        vars(model)[_ON_REPLICA] = forward.refuse_replica
     return cast
 
 

@@ -31,7 +31,8 @@ def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
     """Hide gradients whose dtype differs from their weight's, while a function is compiled."""
 
     def undo() -> None:
-        _models.difference_update(models)
+        for model in models:
+            _models.discard(model)
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None and not _models:
             handler = dynamo.callback_handler
@@ -39,7 +40,8 @@ def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
                 callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
     undos.push(undo)
-    _models.update(models)
+    for model in models:
+        _models.add(model)
     follow_dynamo()
 
 

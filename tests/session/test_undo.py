@@ -95,10 +95,12 @@ def test_modules_that_compare_element_by_element(level: str, kind: type[nn.Modul
 def test_a_set_of_what_compares_element_by_element() -> None:
     first, second = Bag(), Bag()
     members: WeakIdSet[nn.Module] = WeakIdSet()
-    members.update([first, second, first])
+    for member in (first, second, first):
+        members.add(member)
     assert first in members and second in members and Bag() not in members
     assert len(members) == 2
-    members.difference_update([first, Bag()])
+    for member in (first, Bag()):
+        members.discard(member)
     assert [id(each) for each in members] == [id(second)]
     del second
     gc.collect()
