@@ -187,14 +187,14 @@ class TrainState:
         before.
 
         Yields:
-            What was made, by torch's names: ``state.NAME`` of a weight, and ``param_groups.NAME.KEY`` of a group, with
-            the name of its first weight.
+            What the optimizers do not have, by torch's names: ``state.NAME`` of a weight, also where none was made, and
+            ``param_groups.NAME.KEY`` of a group, with the name of its first weight.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
         lacking: dict[Optimizer, list[nn.Parameter]] = {}
         for optimizer in self._optimizers:
-            missing = [p for p in parameters_of([optimizer]) if p.requires_grad and not optimizer.state.get(p)]
+            missing = [weight for weight in parameters_of([optimizer]) if not optimizer.state.get(weight)]
             # Without the list of what was made a state is as torch's, which makes it for all weights or for none.
             if missing and (self._scalers or not optimizer.state):
                 lacking[optimizer] = missing
@@ -223,13 +223,15 @@ class TrainState:
                 for optimizer, missing in lacking.items():
                     _create_state(optimizer, missing)
                 named = self._named([*lacking], StateDictOptions()) if lacking else {"state": {}, "param_groups": []}
-                made += [f"state.{name}" for name in named["state"]]
+                names = chain.from_iterable(group["params"] for group in named["param_groups"])
+                absent = {id(weight) for missing in lacking.values() for weight in missing}
+                made += [f"state.{name}" for name, (p, _) in zip(names, gradients, strict=True) if id(p) in absent]
                 added = [
                     {key: group[key] for key in group.keys() - old.keys()}
                     for group, old in zip(groups, before, strict=False)
                 ]
-                for names, more in zip(named["param_groups"], added, strict=True):
-                    made += [f"param_groups.{names['params'][0]}.{key}" for key in more if names["params"]]
+                for group, more in zip(named["param_groups"], added, strict=True):
+                    made += [f"param_groups.{group['params'][0]}.{key}" for key in more if group["params"]]
                 restore()
                 for group, more in zip(groups, added, strict=True):
                     group.update(more)
@@ -289,9 +291,14 @@ class TrainState:
         if not isinstance(initial, (list, tuple)):
             faults.append(f"'initial' is a {type(initial).__name__}, not a list of names")
         parts = []
-        for mine in own if "optim" in state else ():
+        for optimizer, mine in zip(self._optimizers, own, strict=True) if "optim" in state else ():
             part, found = _part_of(mine, state["optim"])
-            if initial:
+            if "initial" in state and not found:
+                names = chain.from_iterable(group["params"] for group in mine["param_groups"])
+                trained = {name for name, p in zip(names, parameters_of([optimizer]), strict=True) if p.requires_grad}
+                unread = trained - part["state"].keys() - {name.removeprefix("state.") for name in initial}
+                if options.strict:
+                    faults += _listed(_UNREAD.format(type(optimizer).__name__), sorted(unread))
                 _drop_initial(part, set(initial))
             parts.append(part)
             faults += found or _entry_faults(mine, part, whole)
@@ -310,7 +317,7 @@ class TrainState:
 
 
 def _create_state(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
-    """Make an optimizer's state for some weights by a step without hooks; the caller restores all else.
+    """Make an optimizer's state for weights that are trained, by a step without hooks; the caller restores all else.
 
     One gradient stays: torch's functions make no state while there is one.
     """
@@ -321,16 +328,18 @@ def _create_state(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for weight in weights:
+    trained = [weight for weight in weights if weight.requires_grad]
+    for weight in trained:
         weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None or closure.default is not closure.empty:  # LBFGS makes no step without a closure
+    if trained and (closure is None or closure.default is not closure.empty):  # LBFGS makes no step without a closure
         accelerator = torch.accelerator.current_accelerator()
         devices = {weight.device for weight in weights if accelerator and weight.device.type == accelerator.type}
         with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
             optimizer.step()
-    for weight in weights[1:]:
+    for weight in trained:
         weight.grad = None
+    weights[0].grad = torch.zeros_like(weights[0], dtype=weights[0].grad_dtype)
 
 
 def _of_rank0(values: list[Any]) -> list[Any]:
@@ -448,6 +457,10 @@ def _sharded_as(value: Any, like: Any) -> Any:
 
 
 _NAMED: Final = 5
+_UNREAD: Final = (
+    "dcp.load could not read the state that {0} had where this was saved, because a {0} without a step does not show "
+    "its keys (save TrainState.state_dict() by torch.save instead), of"
+)
 
 
 def _model_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:

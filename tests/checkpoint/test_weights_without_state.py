@@ -14,7 +14,7 @@ from models import LEVELS
 from states_by_name import assert_same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.optim import SGD, Adagrad, AdamW, Muon, NAdam, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 import mpinit
 from mpinit import TrainState
@@ -184,3 +184,47 @@ def test_values_of_an_evaluation_are_saved_and_lose_no_bits(store: str) -> None:
         TrainState(model, optimizer).state_dict()
         torch._foreach_copy_(weights, trained)
     assert_same(model.state_dict(), before, dtype=None)
+
+
+def test_state_that_cannot_be_read_from_a_file_is_refused(tmp_path: Path) -> None:
+    """LBFGS makes no state without a closure, so that a file's was not asked for."""
+
+    def made(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        mpinit.initialize(model, optimizer, opt_level="O5")
+        return model, optimizer
+
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.eye(4)).float() - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    model, optimizer = made(0)
+    train(model, optimizer)
+    state = TrainState(model, optimizer)
+    dcp.save({"app": state}, checkpoint_id=tmp_path, no_dist=True)
+    again, resumed = made(1)
+    with pytest.raises(ValueError, match=r"could not read the state that LBFGS had .* by torch.save instead.*'weight'"):
+        dcp.load({"app": TrainState(again, resumed)}, checkpoint_id=tmp_path, no_dist=True)
+    again, resumed = made(1)
+    TrainState(again, resumed).load_state_dict(copy.deepcopy(state.state_dict()))
+    for pair in ((model, optimizer), (again, resumed)):
+        train(*pair)
+    assert_same(again.state_dict(), model.state_dict(), dtype=None)
+
+
+def test_weight_frozen_where_it_was_saved_starts_without_state() -> None:
+    model, optimizer = build("O2", "adamw", is_frozen=True)
+    train(model, optimizer, "one", 2)
+    state = copy.deepcopy(TrainState(model, optimizer).state_dict())
+    assert state["initial"] == ["state.other.weight"]
+    again, resumed = build("O2", "adamw", seed=7)
+    TrainState(again, resumed).load_state_dict(state)
+    train(again, resumed, "one other", 1)
+    assert resumed.state[again.other.weight]["step"] == 1
