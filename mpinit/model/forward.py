@@ -179,11 +179,10 @@ class PatchedForward(OfModule):
         # Inside a forward of its model a part runs with that forward's autocast state. A model of a session without O1
         # runs with autocast off, also if another session has switched it on. What computes in float32 has all casts
         # off: a checkpoint that recomputes it has opened a block with those of its forward.
-        may_be_on = is_on() or torch.compiler.is_compiling()
         is_outermost = current_forward.dtype is None or not self.is_part
-        if self.boundary.computes and may_be_on:
-            run = partial(call_without_casts, run)
-        elif casts is not None and is_outermost and (casts.dtype is not None or may_be_on):
+        if self.boundary.computes:
+            run = partial(call_without_casts, run) if is_on() or torch.compiler.is_compiling() else run
+        elif casts is not None and is_outermost and (casts.dtype or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
         return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
 
