@@ -142,8 +142,8 @@ def declared_float32(index: ModelIndex, dtype: torch.dtype) -> dict[str, torch.T
     """
     found: dict[str, torch.Tensor] = {}
     kinds = {kind for kind in set(map(type, index.names)) if any(hasattr(kind, name) for name in _DECLARE_FLOAT32)}
-    for path, module in index.named_modules if kinds and is_lower_precision(dtype) else ():
-        if type(module) not in kinds:
+    for path, module in index.named_modules if is_lower_precision(dtype) else ():
+        if type(module) not in kinds and not any(name in vars(module) for name in _DECLARE_FLOAT32):
             continue
         listed, strictly = (getattr(module, name, None) or () for name in _DECLARE_FLOAT32)
         asked = set(strictly)

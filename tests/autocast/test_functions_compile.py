@@ -22,8 +22,9 @@ from mpinit.autocast.thread_flags import disable_casts
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|in beta|Dynamo detected)")
 
 # A graph draws its own random numbers; torch's own RNNs are refused by dynamo unless allow_rnn is set, and
-# gaussian_nll_loss, which reads whether a variance is negative, in one graph.
+# gaussian_nll_loss, which reads whether a variance is negative, in one graph; nor sparse tensors.
 NOT_HERE = {
+    *("torch.sparse.mm", "torch.sparse.addmm"),
     *("torch.nn.functional.gumbel_softmax", "torch.lstm", "torch.gru", "torch.rnn_tanh", "torch.rnn_relu"),
     "torch.nn.functional.gaussian_nll_loss",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from frameworks import needs
 from loops import batches
 from models import LEVELS
 from states_by_name import assert_same
@@ -55,7 +56,7 @@ def build(store: str, name: str, seed: int = 0, **kinds: Any) -> tuple[TwoHeads,
         model.other.weight.requires_grad_(False)
     params = [p for p in model.parameters() if not kinds.get("is_added") or p is not model.other.weight]
     if name in OTHERS:
-        optimizer = getattr(pytest.importorskip("pytorch_optimizer"), name)(params, lr=OTHERS[name])
+        optimizer = getattr(needs("pytorch_optimizer"), name)(params, lr=OTHERS[name])
     else:
         optimizer = OPTIMIZERS[name](params)
     mpinit.initialize(model, optimizer, **STORES[store])
