@@ -1,7 +1,7 @@
 """Casts of parameters and buffers, their float32 numbers, and the undo of the casts."""
 
 import weakref
-from collections.abc import Collection, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import cast_within_range, is_lower_precision
-from ..basics.modules import ModelIndex, dotted, modules_of, own_tensors
+from ..basics.modules import ModelIndex, modules_of, own_tensors
 from ..basics.weak_references import WeakIdSet
 from ..distributed.sharding import local, rebuild_groups, replace_data, sharded_as
 from ..masters.law import restore_unchanged
@@ -59,15 +59,28 @@ class Casts:
         self._buffers_of: MutableMapping[nn.Module, list[_Buffer]] = WeakIdKeyDictionary()
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
         self._widened: Sequence[torch.Tensor] = ()
-        # The tensors that were 16-bit before, weakly and by name: moving a model to a device replaces its buffers.
+        # The tensors that were 16-bit before, weakly.
         self._widens_later = False
         self._before: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._names_before: set[str] = set()
 
-    def note_16_bit(self, before: Mapping[torch.Tensor, str]) -> None:
-        """Note the tensors that are 16-bit before the casts, with their names."""
-        self._before |= before.keys()
-        self._names_before = set(before.values())
+    def note_16_bit(self, before: Iterable[torch.Tensor]) -> None:
+        """Note the tensors that are 16-bit before the casts."""
+        self._before |= set(before)
+
+    def follow_buffers(self, module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+        """Let buffers of a module that was moved to a device or memory format be those that they replace."""
+        for name, old in before.items():
+            new = module._buffers.get(name)
+            if old is None or new is None or new is old:
+                continue
+            if old in self._before:
+                self._before.add(new)
+            entry = self._buffers.get(id(old))
+            if entry is not None:
+                self._buffers[id(new)] = moved = _Buffer(entry.original, new, [(weakref.ref(module), name)])
+                entry.places = [place for place in entry.places if place[0]() is not module or place[1] != name]
+                own = [*self._buffers_of.get(module, ()), moved]
+                self._buffers_of[module] = [each for each in own if any(known() is module for known, _ in each.places)]
 
     def stays_16_bit(self, tensor: torch.Tensor) -> bool:
         """Return whether the undo leaves a 16-bit tensor without a master as it is."""
@@ -195,10 +208,10 @@ class Casts:
         still has a master.
         """
         wide: dict[int, torch.Tensor] = {}
-        for path, module in [named for model in self.masters.names.models for named in model.named_modules()]:
-            for name, tensor in own_tensors(module) if self._widens_later else ():
-                was_so = tensor in self._before or dotted(path, name) in self._names_before
-                if not is_lower_precision(tensor.dtype) or was_so or self.masters.of(tensor) is not None:
+        for module in modules_of(*self.masters.names.models) if self._widens_later else ():
+            for name, tensor in own_tensors(module):
+                was_so = not is_lower_precision(tensor.dtype) or tensor in self._before
+                if was_so or self.masters.of(tensor) is not None:
                     continue
                 if isinstance(tensor, nn.Parameter):
                     convert(tensor, torch.float32)

@@ -109,8 +109,11 @@ class _ModuleCopies(OfModule):
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         """Do what ``.float()``, ``.half()``, ``.to(...)`` and similar methods call, unless it changes dtypes."""
-        _check_conversion(self.module, fn)
-        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        module = self.module
+        _check_conversion(module, fn)
+        buffers = dict(module._buffers)
+        converted: nn.Module = type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self.copies.casts.follow_buffers(module, buffers)
         return converted
 
     def _plain(self) -> nn.Module:

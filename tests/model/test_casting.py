@@ -5,7 +5,9 @@ Below the public face: casts of buffers are undone without a session.
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +311,29 @@ def test_half_of_an_initialised_model_is_refused() -> None:
     model.to("cpu", memory_format=torch.channels_last)
     model.share_memory()
     assert model.norm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("keywords", [{}, {"master_weights": "split"}], ids=["O5", "split"])
+def test_buffers_that_are_moved_keep_their_float32_numbers(keywords: dict[str, Any]) -> None:
+    model, part = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Module()
+    table = torch.randn(1, 3, 8, 8)
+    for module in (model, part):
+        module.register_buffer("table", table)
+    part.register_buffer("narrow", torch.randn(1, 3, 8, 8).bfloat16())
+    model.append(part)
+    mpinit.initialize(model, opt_level="O5", **keywords)
+    known = weakref.ref(model.table)
+    model.to(memory_format=torch.channels_last)
+    assert known() is None, "as in plain torch, the ones from before are freed"
+    with torch.no_grad():
+        part.table[0, 0, 0, 0] = 1.0  # each module has its own by now
+    expected = table.clone()
+    expected[0, 0, 0, 0] = 1.0
+    state, copied = model.state_dict(), copy.deepcopy(model)
+    with mpinit.float32_weights(model):
+        assert torch.equal(model.table, table) and torch.equal(part.table, expected)
+    assert model.table.dtype is part.table.dtype is torch.bfloat16
+    mpinit.undo(model)
+    for own, other in ((state["table"], state["1.table"]), (copied.table, copied[1].table), (model.table, part.table)):
+        assert torch.equal(own, table) and torch.equal(other, expected)
+    assert part.narrow.dtype is torch.bfloat16
