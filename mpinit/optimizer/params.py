@@ -18,6 +18,7 @@ from ..config.plan import MasterWeightsMode, Plan
 from ..masters.masters import Master, Masters
 from ..masters.states import Decoded, EncodedStates, states_of
 from ..model.casting import convert
+from ..torch_internals.parameter_data import is_watched
 from .gradients import Gradients
 from .groups import Groups
 from .members import widen_state
@@ -25,6 +26,10 @@ from .parts import Part, in_buckets
 from .per_parameter import StepNumbers, is_known, steps_per_parameter
 
 _generations: Final = itertools.count(1)
+_FOREIGN: Final = (
+    "a weight of shape {1} was added to this {0}, and it has a float32 master in another session: pass both models and "
+    "their optimizers in one call of mpinit.initialize, or make an optimizer for the weights of each"
+)
 
 
 class OptimizerParams:
@@ -121,7 +126,11 @@ class OptimizerParams:
 
     def _make_master(self, weight: nn.Parameter, holders: Sequence[Optimizer]) -> Master | None:
         """Make the master of a trainable 16-bit weight, whose state becomes float32 with it."""
-        if self._kind is MasterWeightsMode.NONE or not (weight.requires_grad and is_lower_precision(weight.dtype)):
+        if not (weight.requires_grad and is_lower_precision(weight.dtype)):
+            return None
+        if is_watched(weight):
+            raise RuntimeError(_FOREIGN.format(type(holders[0]).__name__, tuple(weight.shape)))
+        if self._kind is MasterWeightsMode.NONE:
             return None
         if self._kind is MasterWeightsMode.IN_MODEL:
             convert(weight, torch.float32)

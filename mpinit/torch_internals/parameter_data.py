@@ -72,6 +72,11 @@ class Watched:
         self._remove_property()
 
 
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Return whether any :class:`Watched` has a parameter."""
+    return id(parameter) in _watched
+
+
 def _forget(ids: Iterable[int]) -> None:
     for key in ids:
         _watched.discard(key)
@@ -107,7 +112,7 @@ def has_other_data() -> set[int]:
 def _get(parameter: torch.Tensor) -> torch.Tensor:
     data = _used.get(id(parameter))
     # torch.compile and torch.export read ``data`` under modes in which detach() would be an operation of the graph.
-    if (data is None and id(parameter) not in _watched) or not is_eager():
+    if (data is None and not is_watched(parameter)) or not is_eager():
         values: torch.Tensor = TENSOR_DATA.__get__(parameter)
         return values
     if data is None:
@@ -122,7 +127,7 @@ def _get(parameter: torch.Tensor) -> torch.Tensor:
 def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
     before = parameter.dtype, parameter.shape
     TENSOR_DATA.__set__(parameter, values)
-    if id(parameter) in _watched:
+    if is_watched(parameter):
         data = _used.setdefault(id(parameter), _Data())
         _drop_alias(data)
         data.count += 1

@@ -151,6 +151,29 @@ def test_optimizer_over_weights_of_two_sessions(is_stepped_first: bool, level: s
     assert second.weight.dtype is F32 and "forward" not in vars(second)
 
 
+@pytest.mark.parametrize(
+    "own", [{"opt_level": "O1"}, {"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}]
+)
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_weights_of_another_session_cannot_be_added_later(own: dict[str, Any], masters: Any) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [sgd(one), sgd(other)]
+    mpinit.initialize(one, optimizers[0], **own)
+    mpinit.initialize(other, optimizers[1], "O5", master_weights=masters)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    group = {"params": list(other.parameters())}
+    optimizers[0].add_param_group(group)
+    x = torch.ones(3, 2)
+    (one(x) + other(x)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"a weight of shape \(2, 2\) was added to this SGD.*one call"):
+        optimizers[0].step()
+    assert equal_tensors(before, other.state_dict())
+    del optimizers[0].param_groups[1]
+    optimizers[0].step()
+    optimizers[1].step()
+    assert not equal_tensors(before, other.state_dict())
+
+
 def test_a_shared_parameter_in_modules_of_their_own() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
