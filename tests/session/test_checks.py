@@ -152,7 +152,7 @@ def test_optimizer_over_weights_of_two_sessions(is_stepped_first: bool, level: s
 
 
 @pytest.mark.parametrize(
-    "own", [{"opt_level": "O1"}, {"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}]
+    "own", [{"opt_level": "O4"}, {"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}]
 )
 @pytest.mark.parametrize("masters", [True, "split"])
 def test_weights_of_another_session_cannot_be_added_later(own: dict[str, Any], masters: Any) -> None:
