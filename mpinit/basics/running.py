@@ -58,6 +58,15 @@ def without_gradients(function: Callable[Arguments, Result]) -> Callable[Argumen
     return run
 
 
+def constant_when_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let dynamo call a function once while it traces a forward, and take its result for a constant.
+
+    ``torch.compiler.assume_constant_result`` sets the same attribute, and imports dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 @contextmanager
 def without_tracing() -> Iterator[None]:
     """Stop torch.jit.trace from recording operations inside the block.

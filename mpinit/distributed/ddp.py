@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.modules import modules_of
+from ..basics.running import constant_when_compiled
 from ..basics.weak_references import WeakIdSet
 from .agreement import check_at_initialize, check_same
 from .verdict import Group, device_for
@@ -25,16 +26,12 @@ _OLDER: Final = (
 )
 
 
+@constant_when_compiled
 def note_running_wrapper() -> None:
     """Remember the DDP whose forward runs at the moment; called by the forward of each initialised model."""
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
         _CALLED.add(wrapper)
-
-
-# While dynamo traces a forward, it calls this function once, and its result is a constant. It is what
-# torch.compiler.assume_constant_result does, which imports dynamo.
-note_running_wrapper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Wrappers:

@@ -18,7 +18,7 @@ from ..autocast.forward_casts import ForwardCasts
 from ..autocast.thread_flags import call_without_casts, is_on
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.patching import UndoStack
-from ..basics.running import current_pass, is_tracing_symbolically, without_tracing
+from ..basics.running import constant_when_compiled, current_pass, is_tracing_symbolically, without_tracing
 from ..basics.weak_references import OfModule
 from ..config.plan import MasterWeightsMode, Plan
 from ..distributed.ddp import note_running_wrapper
@@ -104,7 +104,7 @@ class PatchedForward(OfModule):
         self.casts_inside = False
         self.has_read_inputs = False
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_compiled
     def direct_dtype(self) -> torch.dtype | None:
         """Return the dtype of the forwards inside of which calls go straight to the class's forward; None: of none."""
         return self.boundary.inner_dtype if self._is_direct else None

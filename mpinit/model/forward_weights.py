@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from ..basics.bulk import Tables, are_same
 from ..basics.modules import share_attributes
-from ..basics.running import is_eager
+from ..basics.running import constant_when_compiled, is_eager
 from ..basics.weak_references import OfModule
 from ..distributed.sharding import fsdp2_refusal, is_distributed, is_managed_by_fsdp
 from ..torch_internals.float32_gradients import cast_together
@@ -327,7 +327,7 @@ class ForwardWeights(OfModule):
             shape, kind = tuple(parameter.shape), type(self._module()).__name__
             _refuse_traced_write(cast, _WRITTEN.format(name, shape, kind))
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace __dict__
+    @constant_when_compiled  # torch.compile cannot trace __dict__
     def _attributes(self) -> list[str]:
         """List the names of attributes that user code has set on any of the parameters."""
         parameters = [each for each in self.parameters() if not hasattr(type(each), "__tensor_flatten__")]

@@ -252,3 +252,9 @@ def test_a_fourth_positional_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="from 1 to 3 positional arguments"):
         mpinit.initialize(model, sgd(model), "O2", True)  # type: ignore[call-overload]
     assert next(model.parameters()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "transformers"])
+def test_importing_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, torch; known = set(sys.modules); import mpinit; sys.exit({module!r} in set(sys.modules) - known)"
+    subprocess.run([sys.executable, "-c", code], check=True)
