@@ -256,5 +256,5 @@ def test_a_fourth_positional_argument_is_refused() -> None:
 
 @pytest.mark.parametrize("module", ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "transformers"])
 def test_importing_imports_nothing_heavy(module: str) -> None:
-    code = f"import sys, torch; known = {{*sys.modules}}; import mpinit; sys.exit({module!r} in {{*sys.modules}} - known)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, torch; known = {*sys.modules}; import mpinit; sys.exit(sys.argv[1] in {*sys.modules} - known)"
+    subprocess.run([sys.executable, "-c", code, module], check=True)
