@@ -154,7 +154,8 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         whose masters are in memory only while a step runs), in the groups' order.
 
     Raises:
-        RuntimeError: gradients are scaled at the moment; or a weight and its master were changed, differently.
+        RuntimeError: gradients are scaled at the moment; a ``float32_weights`` block is open; or a weight and its
+            master were changed, differently.
         TypeError: ``optimizer`` is not an optimizer.
 
     Example:
