@@ -88,9 +88,9 @@ class TrainState:
         one rank is enough.
 
         Returns:
-            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "initial": [name],
-            "scalers": tensor}``. Floating point weights are float32. "scalers" has a row for each loss: (number of
-            losses, 4) in float64.
+            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}}``, and a list of names
+            under "initial". Floating point weights are float32. "scalers" has a row for each loss: (number of losses,
+            4) in float64.
         """
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
